@@ -1,0 +1,163 @@
+"""Every failure kvrelay tells a caller about, with its status on each door.
+
+One tree, one table: an error class names its code, gRPC status, HTTP status and whether the same request may
+succeed if sent again. Messages say what was wrong and what is allowed or to be done.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Status(Enum):
+    """gRPC status codes by name, so that pure code can name one without importing grpc."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    ABORTED = "ABORTED"
+    UNAVAILABLE = "UNAVAILABLE"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    DATA_LOSS = "DATA_LOSS"
+    INTERNAL = "INTERNAL"
+
+
+class KVRelayError(Exception):
+    """Root of the tree; a bare one is a fault of ours.
+
+    `retry_after_s` is advice for retryable errors: seconds until another try makes sense; 0 gives none.
+    """
+
+    code = "internal"
+    status = Status.INTERNAL
+    http_status = 500
+    retryable = False
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(KVRelayError):
+    """A field is out of its range."""
+
+    code = "invalid_request"
+    status = Status.INVALID_ARGUMENT
+    http_status = 400
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt and answer together exceed the model's length."""
+
+    code = "context_length_exceeded"
+
+
+class NeverFitsError(InvalidRequestError):
+    """The request needs more KV blocks than any node of the cluster has."""
+
+    code = "exceeds_kv_capacity"
+
+
+class UnknownModelError(KVRelayError):
+    """No node serves a model of this name."""
+
+    code = "model_not_found"
+    status = Status.NOT_FOUND
+    http_status = 404
+
+
+class NotFoundError(KVRelayError):
+    """A request, reservation or lease that does not exist, or no longer does."""
+
+    code = "not_found"
+    status = Status.NOT_FOUND
+    http_status = 404
+
+
+class DuplicateRequestError(KVRelayError):
+    """A request of this id is running."""
+
+    code = "duplicate_request_id"
+    status = Status.ALREADY_EXISTS
+    http_status = 409
+
+
+class OverloadedError(KVRelayError):
+    """No room now: a queue is full, waiting took too long, or blocks are not to be had."""
+
+    code = "overloaded"
+    status = Status.RESOURCE_EXHAUSTED
+    http_status = 429
+    retryable = True
+
+
+class UnavailableError(KVRelayError):
+    """A peer is gone, not ready or draining."""
+
+    code = "unavailable"
+    status = Status.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class DeadlineError(KVRelayError):
+    """A wait ran into its deadline."""
+
+    code = "deadline_exceeded"
+    status = Status.DEADLINE_EXCEEDED
+    http_status = 504
+    retryable = True
+
+
+class CancelledError(KVRelayError):
+    """The client, or Cancel on its behalf, ended the request."""
+
+    code = "cancelled"
+    status = Status.CANCELLED
+    http_status = 499
+
+
+class StaleError(KVRelayError):
+    """Meant for another process instance, an ended reservation or an older attempt."""
+
+    code = "stale"
+    status = Status.FAILED_PRECONDITION
+    http_status = 409
+    retryable = True
+
+
+class ForeignBlockError(KVRelayError):
+    """KV of another model or layout."""
+
+    code = "foreign_block"
+    status = Status.FAILED_PRECONDITION
+    http_status = 409
+
+
+class CorruptBlockError(KVRelayError):
+    """A block or frame that fails its length, hash or checksum."""
+
+    code = "corrupt_block"
+    status = Status.DATA_LOSS
+    http_status = 502
+    retryable = True
+
+
+class ModelFileError(KVRelayError):
+    """A model file that is missing, truncated, or of an architecture or shape that is not served."""
+
+    code = "bad_model_file"
+    status = Status.FAILED_PRECONDITION
+    http_status = 500
+
+
+class ConfigError(KVRelayError):
+    """A flag, environment variable or file key that is unknown or out of range."""
+
+    code = "bad_config"
+    status = Status.FAILED_PRECONDITION
+    http_status = 500
