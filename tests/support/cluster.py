@@ -136,32 +136,27 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
-        self.coordinator = self._role("coordinator", 0, ["--model", str(self.model), *self.coordinator_args])
+        self.address = f"127.0.0.1:{free_port()}"
+        args = ["--model", str(self.model), "--port", self.address.rpartition(":")[2]]
+        self.coordinator = self._role("coordinator", 0, [*args, *self.coordinator_args])
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
         self.store: RoleProcess | None = None
-
-    @property
-    def address(self) -> str:
-        return self.coordinator.address
 
     @property
     def roles(self) -> list[RoleProcess]:
         return [self.coordinator, *([self.store] if self.store else []), *self.prefill, *self.decode]
 
     def start(self) -> None:
-        self.coordinator.start()
-        self.coordinator.wait_ready()
         if self.with_store:
             path = self.directory / "store"
             args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", self.address]
             self.store = self._role("kvstore", 0, [*args, *self.store_args])
-            self.store.start()
         self.prefill = [self._node("prefill-node", i, self.prefill_args) for i in range(self.num_prefill)]
         self.decode = [self._node("decode-node", i, self.decode_args) for i in range(self.num_decode)]
-        for role in [*self.prefill, *self.decode]:
+        for role in self.roles:
             role.start()
-        for role in self.roles[1:]:
+        for role in self.roles:
             role.wait_ready()
 
     def stop(self) -> dict[str, int]:
