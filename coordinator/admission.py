@@ -59,9 +59,12 @@ class Admission:
                 retry_after_s=self.retry_after_s,
             )
 
-    def enter(self, may_try: Callable[[], None], now: float, *, front: bool = False) -> Ticket:
-        """Queues at the end (OverloadedError when full) or, a resumed request, at the front."""
-        ticket = Ticket(may_try, now)
+    def enter(self, may_try: Callable[[], None], now: float, *, front: bool = False, refused: bool = False) -> Ticket:
+        """Queues at the end (OverloadedError when full) or, for a request that was admitted before, at the front.
+
+        `refused`: it was just refused, so it waits for a change first.
+        """
+        ticket = Ticket(may_try, now, refused_at=self._num_changes if refused else None)
         if front:
             self._queue.insert(0, ticket)
         else:

@@ -1,4 +1,4 @@
-"""The cluster as it is now: members kept current by a timer, guesses at their caches, and who wants to hear of changes."""
+"""The cluster as it is now: members kept current by a timer, guesses at their caches, and who hears of changes."""
 
 from __future__ import annotations
 
