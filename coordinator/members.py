@@ -46,7 +46,8 @@ class Members:
         differs.
         """
         self._check(info)
-        member = Member(info, NodeStatus(), now)
+        before = self._members.get(info.instance_id)
+        member = Member(info, replace(before.status, ready=False) if before else NodeStatus(), now)
         self._members[info.instance_id] = member
         return member
 

@@ -32,6 +32,7 @@ class RunningRequest:
         self._arrived = asyncio.Event()
         self._arrived.set()
         self._verdict: KVRelayError | None = None  # why someone ended it from outside
+        self._has_begun = False
         self._started_at = self._now()
         self._last_token_at: float | None = None
 
@@ -43,9 +44,11 @@ class RunningRequest:
 
     def fail(self, error: KVRelayError) -> None:
         """Ends it with `error`, unless it has ended or someone was faster."""
-        if self._verdict is None and not self.task.done():
-            self._verdict = error
-            self.task.cancel()
+        if self._verdict is not None or self.task.done():
+            return
+        self._verdict = error
+        if self._has_begun:
+            self.task.cancel()  # before its first step a task would end without a trace; that step reads the verdict
 
     def emit(self, tokens: TokensGenerated) -> None:
         """Counts tokens on their way to the client."""
@@ -76,7 +79,10 @@ class RunningRequest:
             flow.leave()
 
     async def _finish(self, flow: Flow, timeout_s: float) -> GenerateEvent:
+        self._has_begun = True
         try:
+            if self._verdict is not None:
+                raise asyncio.CancelledError
             async with asyncio.timeout(timeout_s):
                 finished = await flow.run()
             self._metrics.finished(finished)
@@ -87,7 +93,8 @@ class RunningRequest:
             return self._failed(flow, Edge.FAILED, DeadlineError(f"the request took longer than {timeout_s:g} s"))
         except asyncio.CancelledError:
             verdict = self._verdict or CancelledError("the request's task was cancelled")
-            return self._failed(flow, Edge.CANCELLED, verdict)
+            edge = Edge.CANCELLED if isinstance(verdict, CancelledError) else Edge.FAILED
+            return self._failed(flow, edge, verdict)
         except Exception:
             logger.exception("%s failed", self.accepted.request_id)
             return self._failed(flow, Edge.FAILED, KVRelayError("the coordinator failed; its log says why"))
