@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PREFILLS_A_RESERVATION = 2  # when so many prefill nodes failed against one decode node, the fault is likely there
 RETRY_PAUSE_S = 0.1  # before nodes that all just failed are asked again; doubles each time
+VERDICT_WAIT_S = 0.1  # for the decode node's stream to fail too, before a prefill node's failure counts
 ACCOUNTS_WAIT_S = 1.0  # for a prefill node's account of an answer that is complete already
 
 OnRetry = Callable[[str], None]  # "prefill" or "decode": what kind of node failed
@@ -62,7 +63,7 @@ class Attempt:
         self._state.begin_attempt()
         if placement is None:
             self._lifetime.take(Edge.PREFILL_SENT)
-            finished = await self._prefill(None)
+            finished = await self._prefill(None, None)
             if finished is not None:
                 self._take((finished.first_token,))
             return
@@ -81,7 +82,7 @@ class Attempt:
 
     async def _hand_over(self, placement: Placement) -> None:
         decode = asyncio.create_task(self._decode(placement))
-        prefill = asyncio.create_task(self._prefill(placement))
+        prefill = asyncio.create_task(self._prefill(placement, decode))
         try:
             await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
             if not decode.done() and not self._state.has_begun:
@@ -114,8 +115,9 @@ class Attempt:
             self._state.account.prefill_s = event.compute_s
         self._send(self._state.answer.end(event.reason))
 
-    async def _prefill(self, placement: Placement | None) -> PrefillFinished | None:
-        """Has some prefill node compute the prompt; None when tokens came although no node told of its success."""
+    async def _prefill(self, placement: Placement | None, decode: asyncio.Task[None] | None) -> PrefillFinished | None:
+        """Has some prefill node compute the prompt; None when, after a failure, `decode` shows that it does not matter:
+        tokens came, or it failed too, which explains this failure."""
         num_failures, number, busy = 0, 0, set[InstanceId]()
         while True:
             hashes = self._state.hashes()
@@ -126,7 +128,7 @@ class Attempt:
             except OverloadedError:
                 busy.add(member.info.instance_id)
             except KVRelayError as error:
-                if self._state.has_begun:
+                if decode is not None and await self._is_settled(decode):
                     return None
                 self._state.avoid.add(member.info.instance_id)
                 num_failures += 1
@@ -134,6 +136,13 @@ class Attempt:
                     raise
                 self._retry_prefill(member, error)
                 await self._pause_if_all_failed(hashes)
+
+    async def _is_settled(self, decode: asyncio.Task[None]) -> bool:
+        """Whether the decode node's stream says how the attempt goes on. A dead decode node is often seen by the
+        prefill node a moment earlier."""
+        if not self._state.has_begun:
+            await asyncio.wait({decode}, timeout=VERDICT_WAIT_S)
+        return decode.done() or self._state.has_begun
 
     async def _prefill_on(
         self, member: Member, hashes: list[BlockHash], target: HandoffTarget | None

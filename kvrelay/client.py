@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -64,7 +63,7 @@ class AsyncClient:
         request_id: str = "",
         model: str = "",
         timeout_s: float | None = None,
-    ) -> AsyncIterator[AnswerEvent]:
+    ) -> AsyncGenerator[AnswerEvent, None]:
         """The answer as it grows; RequestFinished is the last event.
 
         Raises what refused the request or ended it. Use contextlib.aclosing around it to leave it early.
@@ -139,10 +138,10 @@ class Client:
         """As AsyncClient.generate; leaving the loop cancels the request."""
         events = self._client.generate(prompt, sampling, request_id=request_id, model=model, timeout_s=timeout_s)
         try:
-            while (event := self._wait(anext(events, None))) is not None:  # type: ignore[arg-type]
+            while (event := self._wait(_next(events))) is not None:
                 yield event
         finally:
-            self._wait(events.aclose())  # type: ignore[attr-defined]
+            self._wait(events.aclose())
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> tuple[int, ...]:
         return self._wait(self._client.tokenize(prompt, model=model))
@@ -160,7 +159,16 @@ class Client:
         return self._wait(self._client.status())
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupted wait, by Ctrl-C say, ends its call too
+            raise
+
+
+async def _next(events: AsyncGenerator[AnswerEvent, None]) -> AnswerEvent | None:
+    return await anext(events, None)
 
 
 async def _make(address: str, timeout_s: float) -> AsyncClient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from coordinator.config import CoordinatorConfig
 from coordinator.main import Coordinator
 from kvrelay.client import AnswerEvent, AsyncClient
+from kvrelay.rpc.convert_inference import ClusterStatus
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.server import make_server
 from kvrelay.types import InstanceId, Prompt, RequestFinished, SamplingParams, TextPrompt, TokensGenerated
@@ -53,9 +54,7 @@ class Ends:
     def nodes(self) -> list[FakeNode]:
         return [*self.prefill, *self.decode]
 
-    async def ask(
-        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, **kwargs: Any
-    ) -> Outcome:
+    async def ask(self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, **kwargs: Any) -> Outcome:
         events = self.client.generate(prompt or long_prompt(), sampling or greedy(), **kwargs)
         return await asyncio.wait_for(collect(events), TIMEOUT_S)
 
@@ -64,13 +63,18 @@ class Ends:
         async with asyncio.timeout(TIMEOUT_S):
             for node in self.nodes:
                 await node.until(lambda node=node: node.idle)  # type: ignore[misc]
-            while True:
-                status = await self.client.status()
-                if status.num_queued == status.num_running == 0:
-                    break
+            await self.until_status(lambda status: status.num_queued == status.num_running == 0)
         assert self.app.door.num_open == 0
         assert self.metric("kvrelay_requests_running") == 0
         assert self.metric("kvrelay_requests_waiting") == 0
+
+    async def until_status(self, condition: Callable[[ClusterStatus], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(await self.client.status()):
+                pass
+
+    async def until_queued(self, num_queued: int) -> None:
+        await self.until_status(lambda status: status.num_queued == num_queued)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -95,7 +99,7 @@ async def ends(num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, *
         try:
             for node in ours.nodes:
                 await node.start(address)
-            await until_ready(ours, len(ours.nodes))
+            await ours.until_status(lambda status: _num_ready(status) == num_prefill + num_decode)
             yield ours
             await ours.check_idle()
         finally:
@@ -105,10 +109,8 @@ async def ends(num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, *
             await server.stop(None)
 
 
-async def until_ready(ours: Ends, num_nodes: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while sum(report.status.ready for report in (await ours.client.status()).nodes) < num_nodes:
-            await asyncio.sleep(0.01)
+def _num_ready(status: ClusterStatus) -> int:
+    return sum(report.status.ready for report in status.nodes)
 
 
 async def collect(events: AsyncIterator[AnswerEvent]) -> Outcome:

@@ -1,7 +1,7 @@
 """Prefill and decode nodes without a model, on real gRPC servers: they follow a script and know what they hold.
 
-The n-th token of any answer is `ANSWER_IDS[n]`, wherever it is computed, so an answer put together from two nodes can be
-compared with the whole. A node that is asked to go on after wrong tokens refuses.
+The n-th token of any answer is `ANSWER_IDS[n]`, wherever it is computed, so an answer put together from two nodes can
+be compared with the whole. A node that is asked to go on after wrong tokens refuses.
 """
 
 from __future__ import annotations
@@ -121,6 +121,11 @@ class FakeNode:
             await self._membership.close()
         if self._server is not None:
             await self._server.stop(None)
+
+    async def fall_silent(self) -> None:
+        """Reports nothing more; calls stay open."""
+        assert self._membership is not None
+        await self._membership.close()
 
     async def kill(self) -> None:
         """Ends every call at once while the coordinator still believes in the node."""
