@@ -102,6 +102,7 @@ class FakeNode:
         self.requests: list[NodeRequest] = []
         self.address = ""
         self._changed = asyncio.Event()
+        self._coordinator = ""
         self._server: grpc.aio.Server | None = None
         self._membership: Membership | None = None
 
@@ -110,10 +111,8 @@ class FakeNode:
         self.register(self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
-        info = NodeInfo(self.role, self.instance_id, self.address, self.model)
-        self._membership = Membership(coordinator, info, self.status, interval_s=0.2)
-        await self._membership.start()
-        await self._membership.wait_joined()
+        self._coordinator = coordinator
+        await self._join()
 
     async def stop(self) -> None:
         """Leaves the cluster and ends every call: what others see when the process dies."""
@@ -126,6 +125,17 @@ class FakeNode:
         """Reports nothing more; calls stay open."""
         assert self._membership is not None
         await self._membership.close()
+
+    async def join_again(self) -> None:
+        """Its stream to the coordinator breaks; its calls stay open."""
+        await self.fall_silent()
+        await self._join()
+
+    async def _join(self) -> None:
+        info = NodeInfo(self.role, self.instance_id, self.address, self.model)
+        self._membership = Membership(self._coordinator, info, self.status, interval_s=0.1)
+        await self._membership.start()
+        await self._membership.wait_joined()
 
     async def kill(self) -> None:
         """Ends every call at once while the coordinator still believes in the node."""
