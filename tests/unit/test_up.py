@@ -20,7 +20,7 @@ from kvrelay.local_cluster import Limits, LocalCluster, Outcome
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
 
-FAKE_ROLE = Path(__file__).parent.parent / "support" / "fake_role.py"
+FAKE_ROLE = Path(__file__).parent.parent / "support" / "launched_role.py"
 DEADLINE_S = 20.0
 PATIENT = Limits(start_s=DEADLINE_S)
 

@@ -1,6 +1,6 @@
 """Stands in for a role under the launcher: says READY, then waits for SIGTERM.
 
-Called as `fake_role.py DIRECTORY ROLE FLAGS...`. Files in DIRECTORY tell it what to be: `ROLE.dies` (exits with
+Called as `launched_role.py DIRECTORY ROLE FLAGS...`. Files in DIRECTORY tell it what to be: `ROLE.dies` (exits with
 status 3 before it is ready), `ROLE.silent` (never ready), `ROLE.stubborn` (ignores SIGTERM). It appends one line to
 `events` when it is ready and when it ends, and writes its flags to `PORT.flags`.
 """
