@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -15,8 +15,8 @@ from kvrelay.types import Role
 
 # A later stage serves the earlier ones, so it outlives them.
 _DRAIN_STAGES = ((Role.COORDINATOR,), (Role.PREFILL_NODE, Role.DECODE_NODE), (Role.KVSTORE,))
-_KILL_MARGIN_S = 5.0  # beyond the grace that the roles know of
-_HURRY_S = 2.0  # to each stage after a second signal
+_KILL_MARGIN_S = 12.0  # beyond the grace that the roles know of: they close connections and files after it
+_HURRY_S = 3.0  # to each stage after a second signal
 _NUM_LOG_LINES = 12
 
 Say = Callable[[str], None]  # prints one progress line
@@ -44,11 +44,9 @@ class Limits:
 class LocalCluster:
     """Roles are added, then `run` lives as long as they do."""
 
-    def __init__(self, limits: Limits, say: Say, *, joined: Callable[[], Awaitable[None]]) -> None:
-        """`joined` returns when the coordinator knows every node as ready."""
+    def __init__(self, limits: Limits, say: Say) -> None:
         self._limits = limits
         self._say = say
-        self._joined = joined
         self._roles: dict[RoleProcess, Role] = {}
         self._ready: set[RoleProcess] = set()
         self._events: asyncio.Queue[RoleReady | RoleExited | _Signalled] = asyncio.Queue()
@@ -101,7 +99,6 @@ class LocalCluster:
                 return Outcome.STOPPED
             else:
                 self._say(f"... warming up: {self._missing()}")
-        await self._joined()
         return Outcome.READY
 
     async def _next_event(self, timeout_s: float) -> RoleReady | RoleExited | _Signalled | None:

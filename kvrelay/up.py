@@ -182,11 +182,8 @@ def check_ports(roles: Sequence[PlannedRole]) -> None:
 def _make_cluster(
     options: argparse.Namespace, roles: Sequence[PlannedRole], command: Sequence[str], data_dir: Path, say: Say
 ) -> LocalCluster:
-    async def joined() -> None:
-        pass
-
     limits = Limits(start_s=options.start_timeout_s, grace_s=options.grace_s)
-    cluster = LocalCluster(limits, say, joined=joined)
+    cluster = LocalCluster(limits, say)
     for role in roles:
         log_path = data_dir / "logs" / f"{role.name}.log"
         log_path.write_bytes(b"")

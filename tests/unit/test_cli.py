@@ -96,9 +96,7 @@ def test_help_version_and_words_it_does_not_know(
     assert said in captured.out + captured.err
 
 
-def test_fetch_model_prints_the_path_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fetch_model_prints_the_path_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("kvrelay.demo_model.fetch", lambda: "/cache/model.gguf")
     assert main(["fetch-model"]) == 0
     assert capsys.readouterr().out == "/cache/model.gguf\n"
@@ -110,5 +108,7 @@ def test_every_command_exists() -> None:
 
 
 def test_help_is_quick_and_needs_no_role() -> None:
-    script = "import sys, kvrelay.cli; assert not {'torch', 'grpc', 'coordinator'} & set(sys.modules), sys.modules.keys()"
+    script = (
+        "import sys, kvrelay.cli; assert not {'torch', 'grpc', 'coordinator'} & set(sys.modules), sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -137,7 +137,6 @@ class Stage:
         self.directory = directory
         self.lines: list[str] = []
         self.processes: dict[str, RoleProcess] = {}
-        self.num_joined = 0
         self.on_line: dict[str, Callable[[], None]] = {}
 
     def say(self, line: str) -> None:
@@ -150,7 +149,7 @@ class Stage:
         (self.directory / f"{role}.{manner}").touch()
 
     async def run(self, announce: Callable[[], None], limits: Limits = PATIENT, **counts: int) -> Outcome:
-        cluster = LocalCluster(limits, self.say, joined=self._joined)
+        cluster = LocalCluster(limits, self.say)
         for role in Role:
             for index in range(counts.get(role.name.lower(), 1)):
                 name = f"{role.value}-{index + 1}"
@@ -161,9 +160,6 @@ class Stage:
         outcome = await cluster.run(announce)
         assert not any(process.running for process in self.processes.values())
         return outcome
-
-    async def _joined(self) -> None:
-        self.num_joined += 1
 
     def events(self, kind: str) -> list[str]:
         lines = (self.directory / "events").read_text().splitlines()
@@ -186,7 +182,6 @@ def interrupt() -> None:
 async def test_a_cluster_is_announced_once_ready_and_drained_in_order_after_ctrl_c(stage: Stage) -> None:
     outcome = await stage.run(interrupt)
     assert outcome is Outcome.STOPPED
-    assert stage.num_joined == 1
     assert sorted(stage.events("ready")) == ["coordinator", "decode-node", "kvstore", "prefill-node"]
     ended = stage.events("ended")
     assert ended[0] == "coordinator"
@@ -202,7 +197,6 @@ async def test_a_role_that_dies_early_is_named_with_its_last_words_and_the_rest_
     assert outcome is Outcome.FAILED
     assert "decode-node-1 ended with exit code 3 before it was ready" in stage.said
     assert "  | CUDA is on fire" in stage.lines
-    assert stage.num_joined == 0
 
 
 async def test_a_role_that_never_gets_ready_is_named_meanwhile_and_given_up(stage: Stage) -> None:
