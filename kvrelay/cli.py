@@ -31,6 +31,8 @@ COMMANDS = {
     "kvstore": Command("run the store that keeps KV blocks for reuse", "kvstore.main:main"),
 }
 
+OWN_PACKAGES = ("kvrelay", "coordinator", "prefill_node", "decode_node", "kvstore")
+
 DESCRIPTION = """\
 Serves language models with prefill and decode on different nodes, over plain gRPC."""
 
@@ -93,6 +95,8 @@ def _target(name: str) -> Callable[[Sequence[str]], int]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
+        if package in OWN_PACKAGES:
+            raise
         raise ConfigError(
             f"the Python package {package!r} is not installed; `pip install 'kvrelay[all]'` brings what every command "
             "needs"

@@ -1,4 +1,4 @@
-"""Writes the configuration tables of a Markdown file from the config classes: python -m kvrelay.config_table README.md"""
+"""Writes the configuration tables of a document from the config classes: python -m kvrelay.config_table README.md"""
 
 from __future__ import annotations
 
