@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from kvrelay.role_process import RoleExited, RoleProcess, RoleReady
 from kvrelay.types import Role
@@ -145,8 +146,8 @@ class LocalCluster:
     async def _end(self, processes: Sequence[RoleProcess]) -> None:
         for process in processes:
             process.send(signal.SIGTERM)
-        ended = asyncio.gather(*(process.exited() for process in processes))
-        hurry = asyncio.create_task(self._hurry.wait())
+        ended: asyncio.Future[Any] = asyncio.gather(*(process.exited() for process in processes))
+        hurry: asyncio.Future[Any] = asyncio.create_task(self._hurry.wait())
         limit_s = _HURRY_S if self._hurry.is_set() else self._limits.grace_s + _KILL_MARGIN_S
         await asyncio.wait({ended, hurry}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
