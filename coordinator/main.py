@@ -16,7 +16,6 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
 from coordinator.text import Text
-from kvrelay.pb import cluster_pb2_grpc, inference_pb2_grpc
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
@@ -42,8 +41,8 @@ class Coordinator:
         self._membership = ClusterService(self._cluster, self.door, instance_id)
 
     def register(self, server: grpc.aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(self._membership, server)
+        self._inference.register(server)
+        self._membership.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness

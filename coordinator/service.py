@@ -23,6 +23,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._door = door
         self._default_max_tokens = default_max_tokens
 
+    def register(self, server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
@@ -65,6 +68,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._cluster = cluster
         self._door = door
         self._instance_id = instance_id
+
+    def register(self, server: grpc.aio.Server) -> None:
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)
 
     async def Join(
         self, request_iterator: AsyncIterator[cluster_pb2.NodeEvent], context: grpc.ServicerContext
