@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from coordinator.cluster import Cluster
@@ -184,7 +185,7 @@ class Attempt:
         if not self._state.has_begun:
             self._lifetime.take(Edge.FIRST_TOKEN)
         if self._state.account.first_token_at is None:
-            self._state.account.first_token_at = asyncio.get_running_loop().time()
+            self._state.account.first_token_at = time.monotonic()
         self._send(self._state.answer.add(tokens))
 
     def _send(self, generated: TokensGenerated) -> None:
@@ -216,5 +217,6 @@ async def _end(*tasks: asyncio.Task[object]) -> None:
         task.cancel()
     await asyncio.wait(tasks)
     for task in tasks:
-        if not task.cancelled():
-            task.exception()  # looked at here or by the caller; asyncio would complain of neither
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, KVRelayError):
+            logger.error("an attempt ended by a fault of ours", exc_info=error)

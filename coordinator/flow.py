@@ -7,7 +7,7 @@ the task that runs the flow frees everything it holds.
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable
 
 from coordinator.admission import Admission
@@ -63,7 +63,7 @@ class Flow:
                 if self.state.answer.reason is None:
                     self._go_elsewhere(error, placement)
         self.lifetime.take(Edge.FINISHED)
-        return self.state.finished(asyncio.get_running_loop().time())
+        return self.state.finished(time.monotonic())
 
     def _go_elsewhere(self, error: KVRelayError, placement: Placement | None) -> None:
         """Queues again, in front; raises `error` when it must not, or may no more, be tried again."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from dataclasses import replace
 
 from coordinator.admission import Admission
@@ -21,7 +22,7 @@ from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
 from coordinator.tenants import DEFAULT_TENANT
 from coordinator.text import Text
-from kvrelay.errors import DuplicateRequestError, NotFoundError, UnavailableError
+from kvrelay.errors import DuplicateRequestError, KVRelayError, NotFoundError, UnavailableError
 from kvrelay.kv.layout import ModelInfo
 from kvrelay.rpc.convert import check_request_id
 from kvrelay.types import GenerateRequest, InstanceId, RequestId, Role, SamplingParams
@@ -84,6 +85,13 @@ class FrontDoor:
 
         Raises KVRelayError; then nothing of the request is left.
         """
+        try:
+            return await self._accept(request)
+        except KVRelayError as error:
+            self._metrics.failed(error.code)
+            raise
+
+    async def _accept(self, request: GenerateRequest) -> RunningRequest:
         self._check_open()
         model = self.model(request.model)
         request_id = _settle_request_id(request.request_id)
@@ -133,7 +141,7 @@ class FrontDoor:
     def _start(self, accepted: AcceptedRequest) -> RunningRequest:
         answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
         running = RunningRequest(accepted, self._metrics)
-        state = RequestState(accepted, answer, asyncio.get_running_loop().time())
+        state = RequestState(accepted, answer, time.monotonic())
         flow = Flow(
             state,
             self._cluster,

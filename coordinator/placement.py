@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 from coordinator.admission import Admission, Ticket
@@ -114,7 +115,7 @@ class Placer:
         if found:
             self._admission.admitted(self._ticket, self._now())
             if self._state.account.granted_at is None:
-                self._state.account.granted_at = self._now()
+                self._state.account.granted_at = time.monotonic()
         else:
             self._lifetime.take(Edge.REFUSED)
             self._admission.refused(self._ticket)

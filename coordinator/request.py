@@ -36,7 +36,10 @@ class AcceptedRequest:
 
 @dataclass(slots=True)
 class Account:
-    """What the end of the request reports; a retry replaces what the failed attempt noted, never adds to it."""
+    """What the end of the request reports; a retry replaces what the failed attempt noted, never adds to it.
+
+    Moments are readings of time.monotonic: an event loop's own clock may tick in milliseconds.
+    """
 
     accepted_at: float
     granted_at: float | None = None
@@ -59,6 +62,9 @@ class RequestState:
         self.account = Account(now)
         self.avoid: set[InstanceId] = set()
         self._num_tokens_before = 0  # of the answer, when the attempt began
+        model = accepted.model
+        self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.tenant_salt)
+        self._hashes: list[BlockHash] = []
 
     @property
     def request_id(self) -> RequestId:
@@ -81,13 +87,18 @@ class RequestState:
 
     def begin_attempt(self) -> None:
         self._num_tokens_before = len(self.answer.token_ids)
-        self.account.prefill_node = self.account.decode_node = ""
+        if not self.answer.token_ids:  # what an earlier attempt cost is no part of this answer
+            self.account = Account(
+                self.account.accepted_at, self.account.granted_at, num_retries=self.account.num_retries
+            )
 
     def hashes(self) -> list[BlockHash]:
-        """Of the full blocks so far, as the nodes will hash them."""
-        model, layout = self.accepted.model, self.accepted.model.layout
-        root = chain_root(model.fingerprint, layout.fingerprint, self.accepted.tenant_salt)
-        return block_hashes(root, self.token_ids, layout.block_tokens)
+        """Of the full blocks so far, as the nodes will hash them. Each is computed once."""
+        block_tokens = self.accepted.model.layout.block_tokens
+        parent = self._hashes[-1] if self._hashes else self._root
+        rest = self.token_ids[len(self._hashes) * block_tokens :]
+        self._hashes += block_hashes(parent, rest, block_tokens)
+        return list(self._hashes)
 
     def node_request(self) -> NodeRequest:
         return NodeRequest(

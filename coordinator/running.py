@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -33,7 +34,7 @@ class RunningRequest:
         self._arrived.set()
         self._verdict: KVRelayError | None = None  # why someone ended it from outside
         self._has_begun = False
-        self._started_at = self._now()
+        self._started_at = time.monotonic()
         self._last_token_at: float | None = None
 
     def start(self, flow: Flow, timeout_s: float) -> None:
@@ -52,7 +53,7 @@ class RunningRequest:
 
     def emit(self, tokens: TokensGenerated) -> None:
         """Counts tokens on their way to the client."""
-        now = self._now()
+        now = time.monotonic()
         if tokens.tokens:
             if self._last_token_at is None:
                 self._metrics.first_token(now - self._started_at)
@@ -119,10 +120,6 @@ class RunningRequest:
             tokens += more.tokens
             texts.append(more.text)
         return TokensGenerated(tuple(tokens), "".join(texts))
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _accepted_event(accepted: AcceptedRequest) -> RequestAccepted:

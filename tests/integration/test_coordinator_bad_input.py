@@ -100,6 +100,7 @@ async def test_generate_refuses(bad: Row) -> None:
         cluster.prefill[0].tell()
         await cluster.until_status(lambda status: status.nodes[0].status.blocks.total == 40)
         await expect(cluster, bad.request.SerializeToString(), bad.expected, bad.fragment)
+        assert cluster.metric("kvrelay_errors_total", code=bad.expected[1]) == 1
 
 
 # GenerateRequests whose fields hold bytes that are no UTF-8, and bytes that are no message.
