@@ -1,0 +1,90 @@
+"""How KV lies in memory and on the wire, and what a node says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.kv.hashing import hash_fields
+from kvrelay.types import InstanceId, Role
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+AXES = "layer,kv,token,head,dim"
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of one block's slab: the same contiguous bytes on the device, on the wire and in the store.
+
+    Raises InvalidRequestError for a count under 1 or a dtype that is not served.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # a key of ITEM_BYTES
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
+            count = getattr(self, name)
+            if not 1 <= count < 2**31:
+                raise InvalidRequestError(f"KV layout: {name} is {count}; allowed is [1, 2147483647]")
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidRequestError(f"KV layout: dtype is {self.dtype!r}; allowed are {', '.join(ITEM_BYTES)}")
+
+    @property
+    def axes(self) -> str:
+        """Order of a slab's axes, outermost first."""
+        return AXES
+
+    @property
+    def slab_shape(self) -> tuple[int, int, int, int, int]:
+        """[num_layers, 2 (K, V), block_tokens, num_kv_heads, head_dim]"""
+        return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.token_bytes * self.block_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 that two layouts share only if their slabs can be exchanged as bytes."""
+        counts = (self.num_layers, self.num_kv_heads, self.head_dim, self.block_tokens)
+        fields = [str(count).encode() for count in counts]
+        return hash_fields(b"kvrelay-layout-v1", self.axes.encode(), self.dtype.encode(), *fields).hex()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` positions, the last one perhaps in part."""
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a node serves. `fingerprint` is a content hash of weights, config and tokenizer, in hex."""
+
+    name: str
+    fingerprint: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    layout: KVLayout
+    dtype: str
+    attention_backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """How a process introduces itself to the coordinator; `model` is set by prefill and decode nodes."""
+
+    role: Role
+    instance_id: InstanceId
+    address: str
+    model: ModelInfo | None
+    protocol_version: int = 1
