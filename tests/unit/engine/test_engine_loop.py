@@ -120,7 +120,7 @@ async def test_an_exception_of_a_command_comes_back_and_the_thread_lives_on(capl
         assert not caplog.records
         loop.post(fail)
         assert await loop.call(lambda core: 7) == 7
-    assert ["an engine command failed"] == [record.message for record in caplog.records]
+    assert [record.message for record in caplog.records] == ["an engine command failed"]
 
 
 async def test_a_cancelled_call_still_runs_and_hurts_nobody() -> None:
