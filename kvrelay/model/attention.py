@@ -153,7 +153,7 @@ class _PrefillRow:
 
 def _gather(blocks: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
     """[num_blocks, block_tokens, K, D] -> [R, S, K, D]: each block is one memory range, copied whole."""
-    _, block_tokens, num_heads, head_dim = blocks.shape
+    num_heads, head_dim = blocks.shape[2:]
     return blocks.flatten(1).index_select(0, block_ids).view(num_rows, -1, num_heads, head_dim)
 
 

@@ -87,10 +87,10 @@ class Decoder:
     def _attend(self, layer: DecoderLayer, index: int, x_TC: Tensor, step: _Step) -> Tensor:
         """Attention up to, not including, the output projection: [T, H * D]."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(self._normalize(x_TC, layer.attention_norm_C)).unflatten(-1, (-1, self.config.head_dim))
-        qk_THD = rotate(qkv[:, : num_heads + num_kv_heads], step.cos_T1D, step.sin_T1D)
-        q_THD, k_TKD = qk_THD[:, :num_heads], qk_THD[:, num_heads:]
-        step.cache.store(index, step.cache_rows_T, k_TKD, qkv[:, num_heads + num_kv_heads :])
+        qkv = layer.qkv(self._normalize(x_TC, layer.attention_norm_C))
+        qk_THD, v_TKD = qkv.view(len(x_TC), -1, self.config.head_dim).tensor_split((num_heads + num_kv_heads,), 1)
+        q_THD, k_TKD = rotate(qk_THD, step.cos_T1D, step.sin_T1D).tensor_split((num_heads,), 1)
+        step.cache.store(index, step.cache_rows_T, k_TKD, v_TKD)
         return step.attention.attend(q_THD, index, step.cache).flatten(1)
 
     def _feed_forward(self, layer: DecoderLayer, x_TC: Tensor) -> Tensor:

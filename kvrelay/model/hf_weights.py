@@ -48,7 +48,7 @@ class HFWeights:
         index = self._directory / INDEX_NAME
         if index.is_file():
             return dict(read_json(index).get("weight_map", {}))
-        return {name: WEIGHTS_NAME for name in self._open_file(WEIGHTS_NAME).keys()}  # noqa: SIM118
+        return dict.fromkeys(self._open_file(WEIGHTS_NAME).keys(), WEIGHTS_NAME)
 
     def _open(self, file_name: str) -> Any:
         if file_name not in self._open_files:
@@ -60,7 +60,7 @@ class HFWeights:
         if not path.is_file():
             raise ModelFileError(f"there is no model file {path}; weights must be safetensors")
         try:
-            return safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{path} is not a whole safetensors file (truncated download?): {error}") from error
 
