@@ -8,6 +8,7 @@ commands of a round and once for its step.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import queue
 import threading
@@ -35,6 +36,10 @@ class EngineCore(Protocol):
 
     def check_idle(self) -> None:
         """Called when work runs out; raises if the core's books do not balance."""
+
+
+class _MakingCancelled(Exception):
+    """Raised into the thread that makes a core nobody wants any more."""
 
 
 C = TypeVar("C", bound=EngineCore)
@@ -73,6 +78,7 @@ class EngineLoop(Generic[C]):
         self._commands: queue.SimpleQueue[_Command[C] | None] = queue.SimpleQueue()
         self._busy_since: float | None = None  # start of the step or command that runs now; None while idle
         self._open = False  # takes commands
+        self._making = False  # the thread is inside make_core
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[None] | None = None
@@ -120,9 +126,16 @@ class EngineLoop(Generic[C]):
         return busy_since is not None and now - busy_since > self._watchdog_s
 
     async def stop(self) -> None:
-        """Ends the thread after the step it is in; commands it had not come to get UnavailableError."""
+        """Ends the thread after the step it is in; commands it had not come to get UnavailableError.
+
+        A core that is still being made is given up.
+        """
         self._open = False
         self._commands.put(None)
+        if self._making and self._thread is not None and self._thread.ident is not None:
+            # Loading takes seconds and has no hook to stop it; it ends at the thread's next bytecode.
+            thread_id = ctypes.c_ulong(self._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(_MakingCancelled))
         await self.wait_ended()
 
     async def wait_ended(self) -> None:
@@ -134,7 +147,7 @@ class EngineLoop(Generic[C]):
 
     def _on_started(self, error: BaseException | None) -> None:
         assert self._started is not None
-        self._open = error is None
+        self._open = error is None and self._commands.empty()  # else it was stopped meanwhile
         if self._started.done():
             return
         if error is None:
@@ -153,7 +166,10 @@ class EngineLoop(Generic[C]):
 
     def _on_ended(self) -> None:
         assert self._ended is not None
+        assert self._started is not None
         self._open = False
+        if not self._started.done():
+            self._started.set_exception(UnavailableError("the engine ended before it had started"))
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if command is not None and command.future is not None and not command.future.done():
@@ -177,8 +193,14 @@ class EngineLoop(Generic[C]):
 
     def _drive(self) -> None:
         try:
+            self._making = True
             core = self._make_core()
+            self._making = False
+        except _MakingCancelled:
+            self._tell(self._on_started, UnavailableError("the engine was stopped while it was being made"))
+            return
         except Exception as error:  # noqa: BLE001 - told to whoever called start()
+            self._making = False
             self._tell(self._on_started, error)
             return
         self._tell(self._on_started, None)

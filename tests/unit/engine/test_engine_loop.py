@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -160,6 +161,22 @@ async def test_making_the_core_may_fail() -> None:
     with pytest.raises(UnavailableError):
         await loop.call(lambda core: None)
     await loop.stop()
+
+
+async def test_a_core_that_is_being_made_is_given_up_by_stop() -> None:
+    entered = threading.Event()
+
+    def make() -> Core:
+        entered.set()
+        while True:
+            time.sleep(0.001)  # stands for a model that loads
+
+    loop: EngineLoop[Core] = EngineLoop(make, lambda output: None)
+    starting = asyncio.ensure_future(loop.start())
+    await asyncio.to_thread(entered.wait)
+    await loop.stop()
+    with pytest.raises(UnavailableError, match="stopped while it was being made"):
+        await starting
 
 
 async def test_it_is_stuck_when_a_step_takes_longer_than_the_watchdog_and_not_after() -> None:
