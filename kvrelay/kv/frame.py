@@ -79,7 +79,7 @@ def encode(frame: Frame) -> bytes:
         0,
         frame.block_index,
         frame.num_tokens,
-        len(frame.payload),
+        memoryview(frame.payload).nbytes,
         frame.block_hash,
         frame.checksum,
     )
@@ -100,10 +100,10 @@ def decode(message: bytes, *, max_payload_bytes: int) -> Frame:
     )
     if magic != MAGIC:
         raise CorruptBlockError(f"frame starts with {magic!r}, not {MAGIC!r}")
-    if _CRC.unpack_from(message, _FIELDS.size)[0] != zlib.crc32(fields):
-        raise CorruptBlockError("frame header fails its CRC-32")
     if version != VERSION:
         raise CorruptBlockError(f"frame version is {version}; this side speaks {VERSION}")
+    if _CRC.unpack_from(message, _FIELDS.size)[0] != zlib.crc32(fields):
+        raise CorruptBlockError("frame header fails its CRC-32")
     if kind_code not in _KINDS or tier_code >= len(_TIERS) or zero != 0:
         raise CorruptBlockError(f"frame kind {kind_code}, tier {tier_code}, reserved byte {zero}: not all known")
     kind = _KINDS[kind_code]

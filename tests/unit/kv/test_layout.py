@@ -1,0 +1,41 @@
+import dataclasses
+
+import pytest
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.kv.layout import KVLayout
+
+DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
+
+
+def test_sizes_of_the_demo_model() -> None:
+    """SmolLM2-135M in bfloat16: 23,040 bytes a token."""
+    assert DEMO.slab_shape == (30, 2, 16, 3, 64)
+    assert DEMO.token_bytes == 23_040
+    assert DEMO.slab_bytes == 368_640
+    assert dataclasses.replace(DEMO, dtype="float32").slab_bytes == 737_280
+
+
+def test_fingerprint_is_golden() -> None:
+    """H(b"kvrelay-layout-v1", axes, dtype, layers, kv heads, head dim, block tokens), counts in decimal."""
+    assert DEMO.fingerprint == "cc10d1e9da23e918c0638863716f2b2ee73bd4fc0a32ce408bed8c47c9edaaff"
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_layers": 29}, {"num_kv_heads": 4}, {"head_dim": 65}, {"dtype": "float16"}, {"block_tokens": 32}]
+)
+def test_every_field_changes_the_fingerprint(change: dict[str, int]) -> None:
+    assert dataclasses.replace(DEMO, **change).fingerprint != DEMO.fingerprint
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_blocks_for_rounds_up(num_tokens: int, num_blocks: int) -> None:
+    assert DEMO.blocks_for(num_tokens) == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"head_dim": 0}, "head_dim is 0"), ({"dtype": "int8"}, "allowed are float32, bfloat16")]
+)
+def test_a_bad_layout_is_refused_by_name(change: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        dataclasses.replace(DEMO, **change)
