@@ -7,6 +7,7 @@ asks for once it touches the blocks no more, gives blocks back: also for a job t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -80,10 +81,10 @@ class PrefillCore:
     runner: Runner
     pool: BlockPool
     scheduler: PrefillScheduler
+    read_slab: Callable[[BlockId], bytes]
     block_tokens: int
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[JobEvent] = field(default_factory=list)
-    _num_pins: int = 0  # blocks held for the offloader
     _changed: bool = True  # the event loop's picture of the node is out of date
 
     # Commands
@@ -123,19 +124,10 @@ class PrefillCore:
             self.pool.cancel(_reservation(job_id))
         self._admit()
 
-    def pin(self, block_hash: BlockHash) -> BlockId | None:
-        """Holds the block of a hash for a reader, who must `unpin` it; None when it is not here any more."""
+    def read(self, block_hash: BlockHash) -> bytes | None:
+        """A copy of the block's slab, for the offloader; None when it is not here any more."""
         block_id = self.pool.find(block_hash)
-        if block_id is not None:
-            self.pool.acquire([block_id])
-            self._num_pins += 1
-            self._changed = True
-        return block_id
-
-    def unpin(self, block_id: BlockId) -> None:
-        self.pool.release([block_id])
-        self._num_pins -= 1
-        self._admit()
+        return None if block_id is None else self.read_slab(block_id)
 
     # EngineCore
 
@@ -159,10 +151,10 @@ class PrefillCore:
         return self._output()
 
     def check_idle(self) -> None:
-        """Raises PoolCorruptError if the books do not balance, or a block is held and no job or reader holds it."""
+        """Raises PoolCorruptError if the books do not balance, or a block is held while no job is here."""
         self.pool.check()
         counts = self.pool.counts()
-        if not self._jobs and not self._num_pins and counts.held + counts.reserved:
+        if not self._jobs and counts.held + counts.reserved:
             raise PoolCorruptError(f"no job runs, yet {counts.held} blocks are held and {counts.reserved} reserved")
 
     # The three calls of a step

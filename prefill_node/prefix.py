@@ -24,11 +24,6 @@ class BlockStore(Protocol):
     def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]: ...
 
 
-def max_cached_blocks(num_tokens: int, block_tokens: int) -> int:
-    """Leading blocks that may come from a cache: the last token is always computed, for its logits."""
-    return max(0, num_tokens - 1) // block_tokens
-
-
 def count_cached(num_device_blocks: int, store_tiers: Sequence[Tier], block_tokens: int) -> CachedTokens:
     """Tokens by tier, of blocks pinned in the pool and of blocks loaded from the store."""
     return CachedTokens(

@@ -18,17 +18,19 @@ class Progress:
         self.num_cached_blocks = 0  # of block_ids, found in the pool
         self.num_computed_tokens = 0  # positions whose KV is final and may be sent; 0 until the prefix is loaded
         self.first_token: GeneratedToken | None = None
+        self.finished_at = 0.0  # when first_token came
         self.error: KVRelayError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, event: JobEvent) -> None:
+    def take(self, event: JobEvent, now: float) -> None:
         """Takes the engine's news."""
         match event:
             case Admitted():
                 self.block_ids, self.num_cached_blocks = event.block_ids, event.num_cached_blocks
             case Computed():
                 self.num_computed_tokens = event.num_tokens
-                self.first_token = event.token or self.first_token
+                if event.token is not None:
+                    self.first_token, self.finished_at = event.token, now
             case Failed():
                 self.fail(event.error)
         self.notify()

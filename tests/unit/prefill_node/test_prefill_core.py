@@ -40,7 +40,7 @@ def make_core(num_blocks: int = 16, budget: int = 512, max_prefills: int = 4, ma
     scheduler = PrefillScheduler(
         max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
     )
-    return PrefillCore(FakeRunner(), BlockPool(num_blocks), scheduler, BLOCK_TOKENS)
+    return PrefillCore(FakeRunner(), BlockPool(num_blocks), scheduler, lambda block_id: b"slab of block %d" % block_id, BLOCK_TOKENS)
 
 
 def make_sequence(num_tokens: int, first: int = 0) -> Sequence:
@@ -205,19 +205,14 @@ def test_a_failed_step_fails_what_computes_and_spares_the_rest() -> None:
     assert core.pool.counts() == BlockCounts(total=16, free=14, reserved=0, held=0, cached=2)
 
 
-def test_a_pinned_block_survives_its_job_until_it_is_unpinned() -> None:
+def test_a_cached_block_can_be_read_until_it_is_evicted() -> None:
     core = make_core(num_blocks=1)
-    run_prompt(core, 1, 16)
     block_hash = make_sequence(16).block_hashes[0]
-    block_id = core.pin(block_hash)
-    assert block_id is not None
-    core.submit(JobId(2), make_sequence(16, first=500))
-    assert drain(core) == []
-    core.unpin(block_id)
-    assert [event.job_id for event in drain(core)] == [2]
-    core.end(JobId(2))
-    drain(core)
-    assert core.pin(block_hash) is None
+    assert core.read(block_hash) is None
+    run_prompt(core, 1, 16)
+    assert core.read(block_hash) == b"slab of block 0"
+    run_prompt(core, 2, 16, first=500)
+    assert core.read(block_hash) is None
 
 
 def test_a_block_held_by_nobody_is_found_when_idle() -> None:
