@@ -1,0 +1,104 @@
+"""Client side of every gRPC call: channels that find dead peers, calls that really end, failures as our errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvrelay.errors import (
+    CancelledError,
+    CorruptBlockError,
+    DeadlineError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    KVRelayError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from kvrelay.pb import types_pb2
+from kvrelay.rpc import convert
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+ERROR_KEY = "kvrelay-error-bin"  # trailing metadata: an Error message
+
+# A peer that stops answering is found within 4 s. Without the ping timeout, which is 60 s by default, keepalive alone
+# never noticed a stopped or black-holed peer.
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# The first bounds also how long one connection attempt may take (20 s by default).
+_RECONNECT_OPTIONS = (
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+_BY_STATUS: dict[grpc.StatusCode, type[KVRelayError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.DATA_LOSS: CorruptBlockError,
+}
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Cancellable)
+
+
+def open_channel(
+    address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, own_connection: bool = False
+) -> grpc.aio.Channel:
+    """A lazy channel to host:port. Channels to one address share a TCP connection unless `own_connection`."""
+    options = [
+        *KEEPALIVE_OPTIONS,
+        *_RECONNECT_OPTIONS,
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.use_local_subchannel_pool", int(own_connection)),
+    ]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+@asynccontextmanager
+async def cancelling(call: C) -> AsyncIterator[C]:
+    """Ends the call on the way out, however that is taken; grpc.aio leaves a dropped stream running."""
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
+    """What the server raised, from the trailing metadata; of anything else, what its status comes closest to."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_KEY and isinstance(value, bytes):
+            try:
+                return convert.error_from_pb(types_pb2.Error.FromString(value))
+            except DecodeError:
+                break
+    details = error.details() or error.code().name
+    return _error_class(error.code(), details)(details)
+
+
+def _error_class(status: grpc.StatusCode, details: str) -> type[KVRelayError]:
+    if "message larger than max" in details:  # grpc says RESOURCE_EXHAUSTED, but no retry will help
+        return InvalidRequestError
+    if status is grpc.StatusCode.INTERNAL and ("RST_STREAM" in details or "from Core" in details):
+        return UnavailableError  # the connection broke while we wrote
+    return _BY_STATUS.get(status, KVRelayError)

@@ -1,0 +1,60 @@
+"""What a coordinator calls on nodes, in our own types. Every failure is a KVRelayError; every call ends when left."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrelay.rpc import convert
+from kvrelay.rpc.calls import Replies, answer
+from kvrelay.types import (
+    DecodeFinished,
+    HandoffTarget,
+    NodeRequest,
+    PrefillFinished,
+    PrefillStarted,
+    ReservationGranted,
+    ReservationId,
+    TokensDecoded,
+)
+
+CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease
+
+
+class PrefillClient:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = prefill_pb2_grpc.PrefillStub(channel)
+
+    def prefill(
+        self, request: NodeRequest, target: HandoffTarget | None, *, timeout_s: float | None = None
+    ) -> Replies[PrefillStarted | PrefillFinished]:
+        """Use as `async with client.prefill(...) as events:`; leaving it cancels the prefill and its KV stream."""
+        call = self._stub.Prefill(convert.prefill_request_to_pb(request, target), timeout=timeout_s)
+        return Replies(call, convert.prefill_event_from_pb)
+
+
+class DecodeClient:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = decode_pb2_grpc.DecodeStub(channel)
+
+    async def reserve(self, request: NodeRequest, num_tokens: int, timeout_s: float) -> ReservationGranted:
+        """Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
+        call = self._stub.Reserve(convert.reserve_request_to_pb(request, num_tokens), timeout=timeout_s)
+        return await answer(call, convert.reservation_granted_from_pb)
+
+    async def renew(self, reservation_id: ReservationId, timeout_s: float = CONTROL_TIMEOUT_S) -> float:
+        """Seconds until it lapses. Raises NotFoundError when it already has."""
+        call = self._stub.Renew(decode_pb2.RenewRequest(reservation_id=reservation_id), timeout=timeout_s)
+        return await answer(call, lambda reply: float(reply.lease_s))
+
+    async def release(self, reservation_id: ReservationId, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Gives a reservation back; no error when it is gone."""
+        call = self._stub.Release(decode_pb2.ReleaseRequest(reservation_id=reservation_id), timeout=timeout_s)
+        await answer(call, lambda reply: None)
+
+    def decode(
+        self, reservation_id: ReservationId, compute_tail: bool = False, *, timeout_s: float | None = None
+    ) -> Replies[TokensDecoded | DecodeFinished]:
+        """Use as `async with client.decode(...) as events:`; leaving it frees everything the request holds."""
+        wire = decode_pb2.DecodeRequest(reservation_id=reservation_id, compute_tail=compute_tail)
+        return Replies(self._stub.Decode(wire, timeout=timeout_s), convert.decode_event_from_pb)

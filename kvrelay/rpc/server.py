@@ -1,0 +1,154 @@
+"""Server side of every gRPC call: options, errors raised by handlers as statuses, binding, reflection."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, Never
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.rpc import convert, health
+from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+# Status and metadata travel in HTTP/2 headers, percent-encoded and base64; grpc refuses more than 8 KiB of them.
+MAX_ERROR_BYTES = 1_000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behavior = Callable[[Any, Context], Any]
+OnError = Callable[[str, str], None]  # method, error code
+
+
+def make_server(
+    *, on_error: OnError | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES, host: str = ""
+) -> grpc.aio.Server:
+    """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one."""
+    options = (
+        *KEEPALIVE_OPTIONS,
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),  # else a second server takes the same port and half of its calls
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    )
+    return grpc.aio.server(interceptors=(ErrorInterceptor(on_error or _ignore),), options=options)
+
+
+async def abort(context: Context, error: KVRelayError) -> Never:
+    """Ends the call with the error's status, and the whole error in the trailing metadata."""
+    message = _cut(error.message)
+    wire = convert.error_to_pb(error, message=message).SerializeToString()
+    await context.abort(grpc.StatusCode[error.status.name], message, ((ERROR_KEY, wire),))
+    raise AssertionError("abort returned")
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """The port the server will answer on once started. Raises ConfigError when it cannot be had."""
+    _try_bind(host, port)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}; choose others with --host and --port") from error
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
+    """Lets grpcurl and the like list services and call them without the .proto files."""
+    names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status; a traceback goes to the log and never to the client.
+
+    Streaming handlers become coroutines that write, so that a handler's `finally` runs as soon as its call is over:
+    grpc itself leaves a cancelled generator to the garbage collector.
+    """
+
+    def __init__(self, on_error: OnError) -> None:
+        self._on_error = on_error
+        self._guarded: dict[str, tuple[Any, Any]] = {}  # handler found and handler made from it, by method
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None:
+            return None
+        found, guarded = self._guarded.get(method, (None, None))
+        if found is not handler:
+            guarded = self._guard(method, handler)
+            self._guarded[method] = (handler, guarded)
+        return guarded
+
+    def _guard(self, method: str, handler: Any) -> Any:
+        arity = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        run = getattr(handler, arity)
+        if inspect.isasyncgenfunction(run):
+            run = _writing(run)
+        make = getattr(grpc, f"{arity}_rpc_method_handler")
+        return make(self._mapping_errors(method, run), handler.request_deserializer, handler.response_serializer)
+
+    def _mapping_errors(self, method: str, run: Behavior) -> Behavior:
+        async def guarded(request: Any, context: Context) -> Any:
+            try:
+                return await run(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except KVRelayError as error:
+                self._on_error(method, error.code)
+                await abort(context, error)
+            except Exception:
+                logger.exception("%s failed", method)
+                self._on_error(method, KVRelayError.code)
+                await abort(context, KVRelayError(f"{method} failed; the server's log says why"))
+
+        return guarded
+
+
+def _writing(run: Behavior) -> Behavior:
+    async def write_all(request: Any, context: Context) -> None:
+        async with aclosing(run(request, context)) as replies:
+            async for reply in replies:
+                await context.write(reply)
+
+    return write_all
+
+
+def _ignore(method: str, code: str) -> None:
+    pass
+
+
+def _cut(message: str) -> str:
+    encoded = message.encode("utf-8", "replace")
+    if len(encoded) <= MAX_ERROR_BYTES:
+        return message
+    return encoded[: MAX_ERROR_BYTES - 3].decode("utf-8", "ignore") + "..."
+
+
+def _try_bind(host: str, port: int) -> None:
+    """Asks the system first: it says why not, where grpc only says that it failed, and logs about it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
