@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvrelay.errors import UnavailableError
 
@@ -44,12 +44,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Command(Generic[C]):
     run: Callable[[C], object]
-    future: asyncio.Future[object] | None  # None: nobody waits
+    future: asyncio.Future[Any] | None  # None: nobody waits
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    future: asyncio.Future[object]
+    future: asyncio.Future[Any]
     result: object
     error: BaseException | None
 
@@ -86,20 +86,24 @@ class EngineLoop(Generic[C]):
         self._thread.start()
         await self._started
 
-    async def call(self, fn: Callable[[C], T]) -> T:
-        """Runs `fn` on the engine thread between steps; its exception comes back here.
+    def submit(self, fn: Callable[[C], T]) -> asyncio.Future[T]:
+        """Has `fn` run on the engine thread between steps; its result or exception comes by the future.
 
-        Commands run in the order of call and post. Cancelling the wait does not unsend the command. Raises
-        UnavailableError if the engine is not running or stops before it comes to the command.
+        Commands run in the order of submit, call and post. Cancelling the future does not unsend the command. Raises
+        UnavailableError if the engine is not running; the future does if it stops before it comes to the command.
         """
-        self._check_open()
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        if not self._open:
+            raise UnavailableError("the engine is not running; try another node")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._commands.put(_Command(fn, future))
-        result: T = await future  # type: ignore[assignment]
-        return result
+        return future
+
+    async def call(self, fn: Callable[[C], T]) -> T:
+        """As `submit`, and waits."""
+        return await self.submit(fn)
 
     def post(self, fn: Callable[[C], object]) -> None:
-        """As `call`, with nobody waiting: an exception is logged; after the end it does nothing."""
+        """As `submit`, with nobody waiting: an exception is logged; after the end it does nothing."""
         if self._open:
             self._commands.put(_Command(fn, None))
 
@@ -125,10 +129,6 @@ class EngineLoop(Generic[C]):
         """Returns when the thread has ended, told to or not."""
         if self._ended is not None:
             await asyncio.shield(self._ended)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise UnavailableError("the engine is not running; try another node")
 
     # What follows is called by `call_soon_threadsafe`.
 
