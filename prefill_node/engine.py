@@ -146,7 +146,9 @@ class PrefillCore:
         for job_id, job in self._jobs.items():
             if job.started and job.sequence.num_uncomputed:
                 self.scheduler.remove(job_id)
-                self._events.append(Failed(job_id, KVRelayError(f"the engine failed while computing a prompt: {error}")))
+                self._events.append(
+                    Failed(job_id, KVRelayError(f"the engine failed while computing a prompt: {error}"))
+                )
         self._admit()
         return self._output()
 

@@ -2,11 +2,10 @@
 
 Pure: no torch, no pool, no clock. `share_budget` decides one step; `PrefillScheduler` keeps the order of requests.
 
-Two bounds follow from `share_budget`, with B the token budget of a step, S = B // OLDEST_SHARE (at least 1) and no prompt
-needing more than `chunk_tokens` a step:
+Two bounds follow from `share_budget`, with B the token budget of a step and S = B // OLDEST_SHARE (at least 1):
 - the oldest prompt advances by min(S, chunk_tokens) tokens or to its end in every step, so no prompt starves;
-- a prompt waits behind a longer one for no more than S tokens a step: a prompt of r tokens, together with those that
-  are shorter, shares at least B - S tokens of every step.
+- longer prompts take at most S tokens of a step from a shorter one that wants them: it and those as short share at
+  least B - S, so a prompt of r tokens that is the shortest ends after ceil(r / min(B - S, chunk_tokens)) steps.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class HandoffSender:
     async def _write_frames(self, reader: asyncio.Task[None]) -> None:
         await self._write(reader, control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(self._begin())))
         for index in range(self._target.first_block, self._num_blocks):
-            await self._wait_for_engine(reader, lambda end=self._end_of(index): self._computed(end))  # type: ignore[misc]
+            await self._wait_for_kv(reader, self._end_of(index))
             await self._wait_for_peer(reader, lambda: self._num_sent - self._num_received < WINDOW)
             frame = self._frame(index)
             self._chain.add(frame.checksum)
@@ -111,9 +111,6 @@ class HandoffSender:
         """Positions that must be final before block `index` may leave."""
         return min((index + 1) * self._model.layout.block_tokens, self._num_tokens)
 
-    def _computed(self, num_tokens: int) -> bool:
-        return self._progress.num_computed_tokens >= num_tokens
-
     def _begin(self) -> HandoffBegin:
         return HandoffBegin(
             reservation_id=self._target.reservation_id,
@@ -135,6 +132,9 @@ class HandoffSender:
         return HandoffEnd(self._num_sent, self._chain.digest(), first_token)
 
     # Waits; each also ends when the decode node ends the call
+
+    async def _wait_for_kv(self, reader: asyncio.Task[None], num_tokens: int) -> None:
+        await self._wait_for_engine(reader, lambda: self._progress.num_computed_tokens >= num_tokens)
 
     async def _wait_for_engine(self, reader: asyncio.Task[None], ready: Callable[[], bool]) -> None:
         """Bounded by the Prefill call's own deadline and the engine's watchdog."""

@@ -20,7 +20,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self) -> None:
         self.jobs: PrefillJobs | None = None
 
-    async def Prefill(  # type: ignore[override]  # the stub knows only synchronous servers
+    def register(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         if self.jobs is None:

@@ -40,7 +40,9 @@ def make_core(num_blocks: int = 16, budget: int = 512, max_prefills: int = 4, ma
     scheduler = PrefillScheduler(
         max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
     )
-    return PrefillCore(FakeRunner(), BlockPool(num_blocks), scheduler, lambda block_id: b"slab of block %d" % block_id, BLOCK_TOKENS)
+    return PrefillCore(
+        FakeRunner(), BlockPool(num_blocks), scheduler, lambda block_id: b"slab of block %d" % block_id, BLOCK_TOKENS
+    )
 
 
 def make_sequence(num_tokens: int, first: int = 0) -> Sequence:

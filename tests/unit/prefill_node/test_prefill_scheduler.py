@@ -62,7 +62,7 @@ def test_longer_prompts_take_no_more_than_the_oldest_share_from_a_shorter_one(
 
 
 def test_a_long_prompt_ends_under_an_endless_stream_of_short_ones() -> None:
-    """4,096 tokens at a quarter of 512 a step end after 32 steps, though a full budget of short prompts comes each step."""
+    """4,096 tokens at a quarter of 512 a step end after 32 steps, though short prompts fill each step's budget."""
     long_left, num_steps = 4_096, 0
     while long_left:
         granted = share_budget([long_left, *[64] * 8], budget=512, chunk_tokens=512)
