@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from decode_node.scheduler import Scheduler
@@ -40,7 +40,7 @@ class Cache(Protocol):
 class EngineLoad:
     """How full the engine is: a value that may be read on any thread."""
 
-    blocks: BlockCounts = BlockCounts()
+    blocks: BlockCounts = field(default_factory=BlockCounts)
     num_running: int = 0
     num_waiting: int = 0
 

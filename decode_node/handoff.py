@@ -54,7 +54,7 @@ class HandoffChecker:
         expected = FrameKind.BLOCK if index < self._num_full else FrameKind.TAIL
         if frame.kind is not expected or frame.block_index != index:
             raise CorruptBlockError(
-                f"{frame.kind.name} frame of block {frame.block_index} came where {expected.name} of block {index} is due"
+                f"a {frame.kind.name} frame of block {frame.block_index} came; {expected.name} of block {index} is due"
             )
         if len(frame.payload) != self._slab_bytes:
             raise CorruptBlockError(f"block {index} has {len(frame.payload)} bytes; a slab has {self._slab_bytes}")

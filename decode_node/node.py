@@ -38,13 +38,13 @@ from kvrelay.types import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """A live reservation with its ways out."""
+    """A live reservation, its way out, and how the handoff that fills it is interrupted."""
 
     entry: Entry
     stream: TokenStream
-    ended: asyncio.Event  # set when the reservation has ended, for those who wait on something else
+    interrupted: asyncio.Event  # of the latest handoff: set once it may not write any more
 
 
 def _nothing() -> None:
@@ -114,6 +114,9 @@ class DecodeNode:
         except asyncio.CancelledError:
             self._give_back(reservation_id)
             raise
+        if self._draining:
+            self._give_back(reservation_id)
+            self._check_ready()
         entry = self.reservations.grant(
             reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached, self.clock()
         )
@@ -142,9 +145,13 @@ class DecodeNode:
         finally:
             self.end(reservation_id, NotFoundError(f"the Decode call of reservation {reservation_id} has ended"))
 
-    def request(self, reservation_id: ReservationId) -> Request | None:
-        """None if the reservation has ended."""
-        return self._requests.get(reservation_id)
+    def begin_receive(self, reservation_id: ReservationId, attempt: int) -> Request:
+        """A handoff begins; an older one under way is interrupted. Raises StaleError."""
+        self.reservations.begin_receive(reservation_id, attempt, self.clock())
+        request = self._requests[reservation_id]
+        request.interrupted.set()
+        request.interrupted = asyncio.Event()
+        return request
 
     def begin_commit(
         self, reservation_id: ReservationId, attempt: int, first_token: GeneratedToken
@@ -162,9 +169,7 @@ class DecodeNode:
         if reason is not None:
             stream.finish(DecodeFinished(reason))
         run, finished = entry.decoding, reason is not None
-        done = self._command(
-            entry, lambda core: core.commit(reservation_id, sequence, run=run, finished=finished)
-        )
+        done = self._command(entry, lambda core: core.commit(reservation_id, sequence, run=run, finished=finished))
         done.add_done_callback(lambda _: self.reservations.committed(reservation_id))
         return done
 
@@ -266,7 +271,7 @@ class DecodeNode:
     def _ended(self, reservation_id: ReservationId, error: KVRelayError) -> None:
         request = self._requests.pop(reservation_id)
         request.stream.fail(error)
-        request.ended.set()
+        request.interrupted.set()
         self._give_back(reservation_id)
         if not self._requests:
             self._empty.set()

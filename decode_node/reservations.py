@@ -85,7 +85,9 @@ class Reservations:
             raise DuplicateRequestError(f"reservation {reservation_id} has an open Decode call already")
         if compute_tail:
             if entry.phase is not Phase.GRANTED:
-                raise StaleError(f"reservation {reservation_id} is {entry.phase.value}; its tail cannot be computed here")
+                raise StaleError(
+                    f"reservation {reservation_id} is {entry.phase.value}; its tail cannot be computed here"
+                )
             entry.phase = Phase.COMMITTED
         entry.decoding = True
         return entry

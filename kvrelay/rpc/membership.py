@@ -1,0 +1,138 @@
+"""A node's place in the cluster: a stream to the coordinator that says how the node is, opened again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from kvrelay.errors import KVRelayError
+from kvrelay.kv.layout import NodeInfo
+from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
+from kvrelay.rpc import convert
+from kvrelay.rpc.calls import Replies
+from kvrelay.rpc.channel import open_channel
+from kvrelay.types import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 1.0
+
+_JoinCall = grpc.aio.StreamStreamCall[cluster_pb2.NodeEvent, cluster_pb2.JoinEvent]
+
+
+class Membership:
+    """Keeps `info` joined to the coordinator from `start` to `close`; belongs to the event loop's thread.
+
+    `status` is read each time one is sent: every `interval_s`, and at once after `changed`.
+    """
+
+    def __init__(
+        self, coordinator_address: str, info: NodeInfo, status: Callable[[], NodeStatus], *, interval_s: float = 0.5
+    ) -> None:
+        self._address = coordinator_address
+        self._info = info
+        self._status = status
+        self._interval_s = interval_s
+        self._changed = asyncio.Event()
+        self._joined = asyncio.Event()
+        self._left = asyncio.Event()
+        self._left.set()
+        self._reason = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def joined(self) -> bool:
+        """The coordinator has accepted this node and its stream lives."""
+        return self._joined.is_set()
+
+    async def wait_joined(self) -> None:
+        await self._joined.wait()
+
+    async def wait_left(self) -> None:
+        """Returns when the stream is broken or not there yet."""
+        await self._left.wait()
+
+    def changed(self) -> None:
+        """Sends a status now; calls before it leaves count as one."""
+        self._changed.set()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._stay_joined(), name="membership")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    async def _stay_joined(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        async with open_channel(self._address) as channel:
+            stub = cluster_pb2_grpc.ClusterStub(channel)
+            while True:
+                was_accepted, reason = await self._join(stub)
+                if was_accepted:
+                    backoff_s = MIN_BACKOFF_S
+                self._set_left(reason)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _join(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> tuple[bool, str]:
+        """One stream from its start to its end: whether it was accepted, and why it ended."""
+        accepted = False
+        call = stub.Join()
+        reporter = asyncio.create_task(self._report(call), name="membership-report")
+        reporter.add_done_callback(lambda done: _end_with(done, call))
+        try:
+            async with Replies(call, _event_kind) as events:
+                async for event in events:
+                    if event == "accepted":
+                        accepted = True
+                        self._set_joined()
+            return accepted, "it ended the stream"
+        except KVRelayError as error:
+            return accepted, error.message
+        finally:
+            reporter.cancel()
+            self._joined.clear()
+
+    async def _report(self, call: _JoinCall) -> None:
+        # A write on a call that is over raises any of these; the reader learns the reason.
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            await call.write(cluster_pb2.NodeEvent(joined=convert.node_info_to_pb(self._info)))
+            while not call.done():
+                self._changed.clear()
+                await call.write(cluster_pb2.NodeEvent(status=convert.node_status_to_pb(self._status())))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await self._changed.wait()
+
+    def _set_joined(self) -> None:
+        logger.info("joined the coordinator at %s", self._address)
+        self._reason = ""
+        self._left.clear()
+        self._joined.set()
+
+    def _set_left(self, reason: str) -> None:
+        self._left.set()
+        if reason != self._reason:  # once, not at every attempt
+            logger.warning("not joined to the coordinator at %s: %s", self._address, reason)
+        self._reason = reason
+
+
+def _event_kind(event: cluster_pb2.JoinEvent) -> str | None:
+    return event.WhichOneof("event")
+
+
+def _end_with(reporter: asyncio.Task[None], call: Any) -> None:
+    """A status that cannot be read ends the stream, so that the coordinator does not count on the node."""
+    if not reporter.cancelled() and (error := reporter.exception()):
+        logger.error("cannot report the node's status", exc_info=error)
+        call.cancel()

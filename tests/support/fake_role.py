@@ -1,0 +1,76 @@
+"""A role that does nothing but what process.run asks of it; run as a program by the process tests.
+
+Its Hold method (raw, unary-stream) answers "held", then holds its call until `hold_s` is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from kvrelay.config import RoleConfig, option
+from kvrelay.errors import ModelFileError
+from kvrelay.rpc import process
+from kvrelay.rpc.health import Readiness
+from kvrelay.rpc.raw import raw_methods
+from kvrelay.types import InstanceId, Role
+
+SERVICE = "kvrelay.pb.Fake"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeConfig(RoleConfig):
+    hold_s: float = option(0.0, "how long Hold holds its call", unit="s")
+    failure: str = option("", "what goes wrong", choices=("", "model", "bug", "slow-start", "close"))
+
+
+class FakeApp:
+    service_names = (SERVICE,)
+
+    def __init__(self, config: FakeConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
+        self._config = config
+        self._running: set[asyncio.Event] = set()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((raw_methods(SERVICE, unary_stream={"Hold": self.hold}),))
+
+    async def hold(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        ended = asyncio.Event()
+        self._running.add(ended)
+        try:
+            yield b"held"
+            await asyncio.sleep(self._config.hold_s)
+            yield b"done"
+        finally:
+            self._running.discard(ended)
+            ended.set()
+
+    async def start(self, address: str, readiness: Readiness) -> None:
+        if self._config.failure == "model":
+            raise ModelFileError("model.gguf is truncated")
+        if self._config.failure == "bug":
+            raise ZeroDivisionError
+        if self._config.failure == "slow-start":
+            sys.stderr.write("STARTING\n")
+            await asyncio.Event().wait()
+        readiness.set(True)
+
+    async def drain(self, deadline_s: float) -> None:
+        sys.stderr.write("DRAINING\n")
+        for ended in list(self._running):
+            await ended.wait()
+
+    async def close(self) -> None:
+        sys.stderr.write("CLOSED\n")
+        if self._config.failure == "close":
+            raise OSError("cannot close")
+
+
+if __name__ == "__main__":
+    sys.exit(process.main(FakeConfig, Role.KVSTORE, FakeApp))
