@@ -67,6 +67,7 @@ class HandoffSender:
         self._chain = ChecksumChain()
         self._num_sent = 0
         self._num_bytes = 0
+        self._accepted = False  # the decode node answered BEGIN
         self._num_received = 0  # as the decode node says
         self._end_written = False
         self._committed = False
@@ -87,6 +88,9 @@ class HandoffSender:
 
     async def _write_frames(self, reader: asyncio.Task[None]) -> None:
         await self._write(reader, control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(self._begin())))
+        # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves before
+        # BEGIN was answered: refusals come there, and are heard.
+        await self._wait_for_peer(reader, lambda: self._accepted)
         for index in range(self._target.first_block, self._num_blocks):
             await self._wait_for_kv(reader, self._end_of(index))
             await self._wait_for_peer(reader, lambda: self._num_sent - self._num_received < WINDOW)
@@ -157,14 +161,17 @@ class HandoffSender:
                 await self._call.write(encode(frame))
         except TimeoutError:
             raise self._stalled() from None
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            await reader  # it knows why the call is over
+        except asyncio.InvalidStateError:
+            await reader  # the call was over before; it knows why
+            raise
+        except grpc.aio.AioRpcError as error:
             raise self._named(UnavailableError("the KV stream broke")) from error
 
     async def _read_events(self) -> None:
         """Returns after the commit; raises whatever else ends the call."""
         try:
             async for event in Replies(self._call, convert.blocks_received_from_bytes):
+                self._accepted = True
                 self._num_received = event.num_blocks
                 self._committed = event.committed and self._end_written
                 self._progress.notify()

@@ -27,6 +27,8 @@ class FakeReceiver:
         self.failure: KVRelayError | None = None  # how it ends then; None: as if all were well
         self.may_acknowledge = asyncio.Event()
         self.may_acknowledge.set()
+        self.hold_commit_only = False  # acknowledge blocks at once, but not END
+        self.committed = False
         self.arrived = asyncio.Condition()
         self.num_open = 0
 
@@ -42,7 +44,9 @@ class FakeReceiver:
                 reply = await self._take(frame)
                 if reply is None:
                     return
-                await self.may_acknowledge.wait()
+                if frame.kind is FrameKind.END or (frame.kind is not FrameKind.BEGIN and not self.hold_commit_only):
+                    await self.may_acknowledge.wait()
+                self.committed = reply.committed
                 yield convert.blocks_received_to_bytes(reply)
         finally:
             self.num_open -= 1
@@ -52,6 +56,10 @@ class FakeReceiver:
     async def wait_for_blocks(self, count: int) -> None:
         async with self.arrived:
             await self.arrived.wait_for(lambda: len(self.blocks) >= count)
+
+    async def wait_for_end(self) -> None:
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: self.end is not None)
 
     async def wait_for_close(self) -> None:
         async with self.arrived:
@@ -64,7 +72,10 @@ class FakeReceiver:
                 raise self.refusal
             return BlocksReceived(0, committed=False)
         if frame.kind is FrameKind.END:
-            return self._finish(convert.handoff_end_from_bytes(frame.payload))
+            reply = self._finish(convert.handoff_end_from_bytes(frame.payload))
+            async with self.arrived:
+                self.arrived.notify_all()
+            return reply
         async with self.arrived:
             self.blocks.append(frame)
             self.arrived.notify_all()
