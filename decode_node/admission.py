@@ -13,6 +13,8 @@ def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo) -> Non
     `num_tokens` are the positions to hold: all of the prompt and of max_tokens, as far as the model goes.
     """
     num_given, num_prompt = len(request.token_ids), request.num_prompt_tokens
+    if num_given == 0:
+        raise InvalidRequestError("token_ids is empty; at least one token is needed")
     if not 1 <= num_prompt <= num_given:
         raise InvalidRequestError(f"num_prompt_tokens is {num_prompt}; allowed is [1, {num_given}], the tokens given")
     for token_id in request.token_ids:

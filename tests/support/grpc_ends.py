@@ -1,0 +1,79 @@
+"""Real grpc.aio ends on port 0, and a TCP proxy whose link can be cut silently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.server import OnError, bind, make_server
+
+
+@asynccontextmanager
+async def serving(
+    *register: Callable[[grpc.aio.Server], None], port: int = 0, on_error: OnError | None = None
+) -> AsyncIterator[int]:
+    """A started server, stopped on the way out; yields its port."""
+    server = make_server(on_error=on_error)
+    for add in register:
+        add(server)
+    bound = bind(server, "127.0.0.1", port)
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def connected(
+    *register: Callable[[grpc.aio.Server], None], on_error: OnError | None = None
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server with these handlers."""
+    async with serving(*register, on_error=on_error) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+
+
+class Proxy:
+    """Forwards bytes both ways until `cut`, after which they vanish and the connections stay open."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_cut = False
+        self.port = 0
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Proxy]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.add(asyncio.create_task(self._forward(source, sink)))
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(ConnectionError):
+                while data := await source.read(65_536):
+                    if not self._is_cut:
+                        sink.write(data)
+                        await sink.drain()
+        finally:
+            sink.close()
+            with suppress(ConnectionError):
+                await sink.wait_closed()

@@ -1,0 +1,81 @@
+"""Strategies and examples of what crosses the wire, for round-trip tests and fake peers."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvrelay import types
+from kvrelay.kv.layout import ITEM_BYTES, KVLayout, ModelInfo, NodeInfo
+from kvrelay.types import InstanceId, NodeRequest, RequestId, ReservationId, Role, SamplingParams
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+numbers = st.floats(allow_nan=False)
+ids = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=128)
+texts = st.text(max_size=20)
+some_ids = st.lists(u32, max_size=5).map(tuple)
+
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=numbers,
+    top_k=u32,
+    top_p=numbers,
+    min_p=numbers,
+    repetition_penalty=numbers,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    logit_bias=st.dictionaries(u32, numbers, max_size=4),
+    seed=st.none() | u64,
+    max_tokens=st.none() | u32,
+    min_tokens=u32,
+    ignore_eos=st.booleans(),
+    stop_token_ids=some_ids,
+    stop=st.lists(texts, max_size=3).map(tuple),
+    logprobs=st.none() | u32,
+)
+token_logprobs = st.builds(types.TokenLogprob, u32, st.floats(allow_nan=False, width=32))
+step_logprobs = st.builds(types.StepLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
+generated_tokens = st.builds(types.GeneratedToken, u32, st.none() | step_logprobs)
+cached_tokens = st.builds(types.CachedTokens, u32, u32, u32)
+
+
+@st.composite
+def node_requests(draw: st.DrawFn) -> NodeRequest:
+    token_ids = draw(st.lists(u32, min_size=1, max_size=8).map(tuple))
+    return NodeRequest(
+        RequestId(draw(ids)),
+        token_ids,
+        draw(st.integers(1, len(token_ids))),
+        draw(sampling_params),
+        draw(st.binary(max_size=64)),
+    )
+
+
+counts = st.integers(1, 2**31 - 1)
+layouts = st.builds(KVLayout, counts, counts, counts, st.sampled_from(sorted(ITEM_BYTES)), counts)
+model_infos = st.builds(ModelInfo, texts, texts, texts, u32, u32, some_ids, layouts, texts, texts)
+node_infos = st.builds(
+    NodeInfo, st.sampled_from(Role), ids.map(InstanceId), ids, st.none() | model_infos, protocol_version=u32
+)
+block_counts = st.builds(types.BlockCounts, u32, u32, u32, u32, u32)
+node_statuses = st.builds(types.NodeStatus, st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64)
+targets = st.builds(types.HandoffTarget, ids, texts, ids.map(ReservationId), u32, u32)
+prefill_events = st.builds(types.PrefillStarted, cached_tokens) | st.builds(
+    types.PrefillFinished, generated_tokens, cached_tokens, numbers, numbers, u64
+)
+granted = st.builds(types.ReservationGranted, texts, texts, u32, numbers)
+token_runs = st.lists(st.builds(types.GeneratedToken, u32), min_size=1, max_size=4) | st.lists(
+    st.builds(types.GeneratedToken, u32, step_logprobs), min_size=1, max_size=4
+)
+decode_events = st.builds(types.TokensDecoded, token_runs.map(tuple)) | st.builds(
+    types.DecodeFinished, st.sampled_from(types.FinishReason), cached_tokens, numbers
+)
+handoff_begins = st.builds(types.HandoffBegin, texts, texts, u32, texts, texts, u32, u32)
+handoff_ends = st.builds(types.HandoffEnd, u32, st.binary(min_size=16, max_size=16), generated_tokens)
+received = st.builds(types.BlocksReceived, u32, st.booleans())
+
+EXAMPLE_REQUEST = NodeRequest(RequestId("r1"), (1, 2, 3), 3, SamplingParams(seed=7, max_tokens=4), b"salt")
+EXAMPLE_MODEL = ModelInfo(
+    "tiny", "ab" * 32, "llama", 1024, 320, (2,), KVLayout(2, 2, 16, "float32"), "float32", "plain"
+)
+EXAMPLE_NODE = NodeInfo(Role.DECODE_NODE, InstanceId("1f2e"), "127.0.0.1:7420", EXAMPLE_MODEL)
