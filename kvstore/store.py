@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class PutOutcome(Enum):
     STORED = "stored"
     PRESENT = "present"
-    REFUSED = "refused"  # corrupt, or larger than every tier
+    REFUSED = "refused"  # empty, corrupt, or larger than every tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Store:
         """Where each block is, by the books alone; NONE where it is not. Changes nothing, not even the age."""
         return [self._tier_of(key) for key in keys]
 
-    async def get(self, keys: Sequence[bytes]) -> AsyncIterator[tuple[StoredBlock, Tier]]:
+    async def get(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[StoredBlock, Tier], None]:
         """The blocks in order, each proven now, until the first that is not here or fails its proof."""
         upcoming = iter(keys)
         reads = deque(asyncio.ensure_future(self._read(key)) for key in islice(upcoming, READ_AHEAD))
@@ -107,6 +107,8 @@ class Store:
             self.touch(keys[:num_served])
 
     async def put(self, key: bytes, block: StoredBlock) -> PutOutcome:
+        if block.num_bytes == 0:
+            return PutOutcome.REFUSED
         try:
             block.verify()
         except CorruptBlockError:

@@ -19,7 +19,8 @@ class Circuit:
     max_open_s: float = 30.0
     _num_failures: int = 0
     _open_s: float = 0.0  # how long it is open for; 0 while closed
-    _next_trial_at: float = 0.0  # when the next trial may start
+    _next_trial_at: float = 0.0
+    _on_trial: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -33,18 +34,31 @@ class Circuit:
         if now < self._next_trial_at:
             return False
         self._next_trial_at = now + self._open_s
+        self._on_trial = True
         return True
 
     def succeeded(self) -> None:
         self._num_failures = 0
         self._open_s = 0.0
+        self._on_trial = False
 
     def failed(self, now: float) -> bool:
         """Reports a failed call; True if this one opened the circuit."""
+        if self.is_open:
+            self._fail_trial(now)
+            return False
         self._num_failures += 1
         if self._num_failures < self.threshold:
             return False
-        opened = not self.is_open
-        self._open_s = self.first_open_s if opened else min(2 * self._open_s, self.max_open_s)
-        self._next_trial_at = now + self._open_s
-        return opened
+        self._open(self.first_open_s, now)
+        return True
+
+    def _fail_trial(self, now: float) -> None:
+        """Calls that were under way when it opened fail too, and say nothing new."""
+        if self._on_trial:
+            self._on_trial = False
+            self._open(min(2 * self._open_s, self.max_open_s), now)
+
+    def _open(self, open_s: float, now: float) -> None:
+        self._open_s = open_s
+        self._next_trial_at = now + open_s

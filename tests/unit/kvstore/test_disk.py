@@ -12,7 +12,7 @@ import pytest
 from kvrelay.errors import ConfigError, CorruptBlockError
 from kvstore.block import StoredBlock
 from kvstore.disk import MIN_DISK_BYTES, DiskFullError, DiskTier
-from tests.support.blocks import block_of, key_of
+from tests.support.store_blocks import block_of, key_of
 
 BOOT = "boot-1"
 DISK_BYTES = 4 << 20

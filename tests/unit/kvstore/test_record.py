@@ -6,7 +6,7 @@ from kvrelay.errors import CorruptBlockError, InvalidRequestError
 from kvrelay.kv.hashing import slab_checksum
 from kvstore import record
 from kvstore.block import StoredBlock, namespace_key
-from tests.support.blocks import block_of, key_of
+from tests.support.store_blocks import block_of, key_of
 
 
 def read(key: bytes, value: bytes) -> StoredBlock:

@@ -15,7 +15,7 @@ from kvstore.block import StoredBlock, namespace_key
 from kvstore.disk import MIN_DISK_BYTES, DiskFullError, DiskTier
 from kvstore.memory import MemoryTier
 from kvstore.store import PutOutcome, Store
-from tests.support.blocks import SLAB_BYTES, block_of, key_of
+from tests.support.store_blocks import SLAB_BYTES, block_of, key_of
 
 FLUSH_S = 20.0
 STORED, PRESENT, REFUSED = PutOutcome.STORED, PutOutcome.PRESENT, PutOutcome.REFUSED
