@@ -27,6 +27,7 @@ from prefill_node.scheduler import PrefillScheduler
 from prefill_node.service import PrefillService
 
 HEALTH_INTERVAL_S = 0.25  # how often the watchdog looks at the engine; the watchdog's own limit is far longer
+OFFLOAD_BLOCKS = 32  # read between two steps; a step of 512 tokens fills as many
 
 
 class PrefillApp:
@@ -103,7 +104,7 @@ class PrefillApp:
         if self._config.kvstore:
             store = StoreClient(self._config.kvstore, loaded.info.layout, loaded.info.fingerprint)
             self._closing.push_async_callback(store.close)
-            offloader = Offloader(store, self._read_block)
+            offloader = Offloader(store, self._read_block, batch_blocks=OFFLOAD_BLOCKS)
             self._closing.push_async_callback(offloader.close)
             await offloader.start()
         return PrefillJobs(
