@@ -17,6 +17,9 @@ class PrefillConfig(NodeConfig):
     max_prefills: int = option(4, "prompts that load or compute at a time", minimum=1)
     # The coordinator keeps the long queue, where fairness and priority are known; this one hides its round trip.
     max_waiting: int = option(4, "prompts that wait on the node at most", minimum=0)
+    load_limit_s: float = option(
+        5.0, "longest wait for a prefix from the kvstore; what has not come by then is computed", unit="s", minimum=0.0
+    )
     handoff_stall_s: float = option(
         10.0, "longest wait for a decode node to take a block or to commit", unit="s", minimum=0.1
     )

@@ -129,6 +129,19 @@ class PrefillCore:
         block_id = self.pool.find(block_hash)
         return None if block_id is None else self.read_slab(block_id)
 
+    def report(self) -> PrefillOutput:
+        """News that was not told yet, and how the node stands now."""
+        events, self._events = tuple(self._events), []
+        self._changed = False
+        return PrefillOutput(
+            events=events,
+            blocks=self.pool.counts(),
+            num_running=sum(job.admitted for job in self._jobs.values()),
+            num_waiting=self.scheduler.num_waiting,
+            num_slots_free=self.scheduler.num_slots_free,
+            num_evictions=self.pool.num_evictions,
+        )
+
     # EngineCore
 
     def has_work(self) -> bool:
@@ -139,7 +152,7 @@ class PrefillCore:
         if rows:
             self._update(rows, self.runner.run(Batch(tuple(row for _, row in rows))))
             self._admit()
-        return self._output()
+        return self.report()
 
     def fail_all(self, error: Exception) -> PrefillOutput:
         """A step raised: every job that computes fails. Loading and waiting ones were not part of it and go on."""
@@ -150,7 +163,7 @@ class PrefillCore:
                     Failed(job_id, KVRelayError(f"the engine failed while computing a prompt: {error}"))
                 )
         self._admit()
-        return self._output()
+        return self.report()
 
     def check_idle(self) -> None:
         """Raises PoolCorruptError if the books do not balance, or a block is held while no job is here."""
@@ -173,18 +186,6 @@ class PrefillCore:
             self._register(row.sequence)
             self.scheduler.advance(job_id, row.num_tokens)
             self._events.append(Computed(job_id, row.sequence.num_computed_tokens, token))
-
-    def _output(self) -> PrefillOutput:
-        events, self._events = tuple(self._events), []
-        self._changed = False
-        return PrefillOutput(
-            events=events,
-            blocks=self.pool.counts(),
-            num_running=sum(job.admitted for job in self._jobs.values()),
-            num_waiting=self.scheduler.num_waiting,
-            num_slots_free=self.scheduler.num_slots_free,
-            num_evictions=self.pool.num_evictions,
-        )
 
     def _admit(self) -> None:
         """Admits from the head of the queue while slots and blocks last; called whenever either may have come free."""

@@ -59,6 +59,7 @@ class PrefillJobs:
         metrics: PrefillMetrics,
         *,
         stall_s: float,
+        load_limit_s: float = 5.0,
         store: BlockStore | None = None,
         offer: Callable[[list[BlockHash]], None] = lambda hashes: None,
         on_status: Callable[[], None] = lambda: None,
@@ -71,6 +72,7 @@ class PrefillJobs:
         self._links = links
         self._metrics = metrics
         self._stall_s = stall_s
+        self._load_limit_s = load_limit_s
         self._store = store
         self._offer = offer
         self._on_status = on_status
@@ -155,7 +157,9 @@ class PrefillJobs:
         hashes = sequence.block_hashes[wanted]
         tiers: list[Tier] = []
         if self._store is not None and hashes:
-            tiers = await load_prefix(self._store, hashes, progress.block_ids[wanted], self._kv.write_slab)
+            tiers = await load_prefix(
+                self._store, hashes, progress.block_ids[wanted], self._kv.write_slab, self._load_limit_s
+            )
         num_loaded = len(tiers)
         self._engine.post(lambda core: core.start(job_id, num_loaded))
         cached = count_cached(progress.num_cached_blocks, tiers, sequence.block_tokens)

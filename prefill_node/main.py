@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineLoop
-from kvrelay.kv.layout import NodeInfo
+from kvrelay.kv.layout import ModelInfo, NodeInfo
 from kvrelay.kv.remote import Offloader, StoreClient
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
@@ -56,7 +56,9 @@ class PrefillApp:
         self._closing.push_async_callback(self._engine.stop)
         await self._engine.start()
         assert self._loaded is not None
-        self._jobs = self._service.jobs = await self._make_jobs(self._loaded)
+        self._jobs = await self._make_jobs(self._loaded)
+        self._jobs.take(await self._engine.call(PrefillCore.report))
+        self._service.jobs = self._jobs
         await self._join(address, self._loaded)
         self._spawn(self._watch_health())
         self._spawn(self._watch_engine())
@@ -69,6 +71,12 @@ class PrefillApp:
 
     async def close(self) -> None:
         await self._closing.aclose()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What it serves; once started."""
+        assert self._loaded is not None
+        return self._loaded.info
 
     def status(self) -> NodeStatus:
         return self._jobs.status(ready=self._readiness.ready) if self._jobs else NodeStatus()
@@ -107,6 +115,7 @@ class PrefillApp:
             offloader = Offloader(store, self._read_block, batch_blocks=OFFLOAD_BLOCKS)
             self._closing.push_async_callback(offloader.close)
             await offloader.start()
+            self._metrics.watch_store(store, offloader)
         return PrefillJobs(
             self._engine,
             loaded.info,
@@ -114,6 +123,7 @@ class PrefillApp:
             links,
             self._metrics,
             stall_s=self._config.handoff_stall_s,
+            load_limit_s=self._config.load_limit_s,
             store=store,
             offer=offloader.offer if offloader else lambda hashes: None,
             on_status=self._on_status,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from kvrelay.kv.remote import Offloader, StoreClient
 from kvrelay.metrics import LATENCY_BUCKETS, BlockGauge
 from kvrelay.types import BlockCounts, CachedTokens
 from prefill_node.engine import PrefillOutput
@@ -16,6 +19,7 @@ class PrefillMetrics:
     """Belongs to the event loop; `blocks` gives a snapshot to whoever scrapes."""
 
     def __init__(self, registry: CollectorRegistry, blocks: Callable[[], BlockCounts]) -> None:
+        self._registry = registry
         BlockGauge(registry, blocks)
         self._computed = Counter(
             "kvrelay_prefill_tokens_computed_total", "Prompt tokens whose KV was computed here.", registry=registry
@@ -53,6 +57,10 @@ class PrefillMetrics:
         for tier in ("device", "memory", "disk"):
             self._cached.labels(tier)
 
+    def watch_store(self, store: StoreClient, offloader: Offloader) -> None:
+        """Shows the counts that the kvstore's client keeps itself."""
+        self._registry.register(_StoreCollector(store, offloader))
+
     def stepped(self, output: PrefillOutput) -> None:
         self._running.set(output.num_running)
         self._waiting.set(output.num_waiting)
@@ -72,3 +80,19 @@ class PrefillMetrics:
     def handed_off(self, report: HandoffReport) -> None:
         self._handoff_bytes.inc(report.num_bytes)
         self._handoff_s.observe(report.handoff_s)
+
+
+class _StoreCollector(Collector):
+    def __init__(self, store: StoreClient, offloader: Offloader) -> None:
+        self._store = store
+        self._offloader = offloader
+
+    def collect(self) -> Iterable[Metric]:
+        store, offloader = self._store, self._offloader
+        for name, meaning, value in (
+            ("failures", "Calls to the kvstore that failed.", store.num_failures),
+            ("corrupt", "Blocks from the kvstore that could not be proven.", store.num_corrupt),
+            ("offloaded", "Blocks the kvstore took that it did not have.", offloader.num_stored),
+            ("dropped", "Blocks that were not offered to the kvstore for want of room.", offloader.num_dropped),
+        ):
+            yield CounterMetricFamily(f"kvrelay_store_{name}", meaning, value=value)

@@ -6,12 +6,13 @@ store here and written into the reserved blocks. Whatever does not come, or come
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import CorruptBlockError, KVRelayError
 from kvrelay.kv.hashing import Buffer
 from kvrelay.types import BlockHash, BlockId, CachedTokens, Tier
 
@@ -38,21 +39,24 @@ async def load_prefix(
     hashes: Sequence[BlockHash],
     block_ids: Sequence[BlockId],
     write_slab: Callable[[BlockId, Buffer], None],
+    limit_s: float,
 ) -> list[Tier]:
     """Writes the store's slabs of `hashes` into `block_ids`, in order, up to the first that does not come right.
 
-    Returns the tiers of the blocks that were written. Writes only between its own awaits: once this coroutine has
-    ended, by a cancel too, the blocks may be given away.
+    Returns the tiers of the blocks that were written within `limit_s`. Writes only between its own awaits: once this
+    coroutine has ended, by a cancel too, the blocks may be given away.
     """
     tiers: list[Tier] = []
-    async with aclosing(store.get(hashes)) as slabs:
-        try:
+    try:
+        async with asyncio.timeout(limit_s), aclosing(store.get(hashes)) as slabs:
             async for block_hash, slab, tier in slabs:
                 if len(tiers) == len(hashes) or block_hash != hashes[len(tiers)]:
-                    logger.warning("the kvstore sent a block that was not asked for; the rest is computed")
-                    break
+                    raise CorruptBlockError("the kvstore sent a block that was not asked for")
                 write_slab(block_ids[len(tiers)], slab)
                 tiers.append(tier)
-        except KVRelayError as error:
-            logger.warning("a prefix load ended after %d of %d blocks: %s", len(tiers), len(hashes), error.message)
+    except (KVRelayError, TimeoutError) as error:
+        why = str(error) or f"the kvstore took longer than {limit_s:g} s"
+        logger.warning(
+            "%d of %d blocks of a prefix were loaded, the rest is computed: %s", len(tiers), len(hashes), why
+        )
     return tiers

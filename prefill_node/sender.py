@@ -88,8 +88,8 @@ class HandoffSender:
 
     async def _write_frames(self, reader: asyncio.Task[None]) -> None:
         await self._write(reader, control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(self._begin())))
-        # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves before
-        # BEGIN was answered: refusals come there, and are heard.
+        # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves
+        # before BEGIN was answered: refusals come there, and are heard.
         await self._wait_for_peer(reader, lambda: self._accepted)
         for index in range(self._target.first_block, self._num_blocks):
             await self._wait_for_kv(reader, self._end_of(index))

@@ -102,7 +102,7 @@ async def test_tenants_share_nothing() -> None:
 
 
 async def test_a_short_prompt_passes_a_long_one() -> None:
-    """Both wait for the store; the short one, admitted later, has its token long before the other's 300 are computed."""
+    """Both wait for the store; the short one, though admitted later, has its token first."""
     async with prefill_bench(budget=64) as bench:
         bench.store.gate.clear()
         long = asyncio.create_task(prefill(bench, make_request(300)))
@@ -191,7 +191,7 @@ async def test_a_broken_kv_stream_ends_the_prefill_and_frees_its_blocks() -> Non
 async def test_a_refused_handoff_fails_with_the_decode_nodes_own_error() -> None:
     async with prefill_bench() as bench:
         bench.receiver.refusal = StaleError("reservation reservation has ended")
-        with pytest.raises(StaleError, match="decode node .* has ended"):
+        with pytest.raises(StaleError, match=r"decode node .* has ended"):
             await prefill(bench, make_request(50), bench.target())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
@@ -18,6 +19,7 @@ BLOCK_IDS = [BlockId(i) for i in (7, 3, 9, 1)]
 class FakeStore:
     def __init__(self, replies: Sequence[tuple[BlockHash, bytes, Tier]], error: KVRelayError | None = None) -> None:
         self.replies, self.error = replies, error
+        self.hangs = False
         self.closed = False
 
     async def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
@@ -26,6 +28,8 @@ class FakeStore:
                 yield reply
             if self.error is not None:
                 raise self.error
+            if self.hangs:
+                await asyncio.Event().wait()
         finally:
             self.closed = True
 
@@ -44,9 +48,9 @@ def replies(count: int, tier: Tier = Tier.MEMORY) -> list[tuple[BlockHash, bytes
     return [(HASHES[i], b"slab %d" % i, tier) for i in range(count)]
 
 
-async def load(store: FakeStore) -> tuple[list[Tier], dict[BlockId, Buffer]]:
+async def load(store: FakeStore, limit_s: float = 30.0) -> tuple[list[Tier], dict[BlockId, Buffer]]:
     cache = FakeCache()
-    tiers = await load_prefix(store, HASHES, BLOCK_IDS, cache.write_slab)
+    tiers = await load_prefix(store, HASHES, BLOCK_IDS, cache.write_slab, limit_s)
     assert store.closed
     return tiers, cache.written
 
@@ -65,6 +69,13 @@ async def test_a_short_load_counts_what_came(count: int) -> None:
 
 async def test_a_store_that_fails_midway_leaves_the_rest_to_compute() -> None:
     tiers, _ = await load(FakeStore(replies(2), UnavailableError("the store is gone")))
+    assert tiers == [Tier.MEMORY] * 2
+
+
+async def test_a_store_that_hangs_keeps_what_it_gave_and_no_longer_than_the_limit() -> None:
+    store = FakeStore(replies(2))
+    store.hangs = True
+    tiers, _ = await load(store, limit_s=0.05)
     assert tiers == [Tier.MEMORY] * 2
 
 
