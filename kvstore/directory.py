@@ -50,12 +50,18 @@ class StoreDirectory:
             raise
 
     def open_state(self) -> None:
-        """Deletes what cannot be trusted and records that the environment is open under this boot."""
+        """Deletes what cannot be trusted and records that the environment is open under this boot.
+
+        Raises ConfigError when that cannot be recorded.
+        """
         state = self._read_state()
         trusted = bool(state) and (state.get("clean") is True or state.get("boot_id") == self._boot_id != "")
         if not trusted and self.data_bytes() > 0:
             self.wipe("it was not closed before the machine went down, or its state is unknown")
-        self._write_state(clean=False)
+        try:
+            self._write_state(clean=False)
+        except OSError as error:
+            raise ConfigError(f"kvstore path {self.path} cannot be written: {error.strerror}") from error
 
     def wipe(self, reason: str) -> None:
         """Deletes the environment; the caller has it closed."""
@@ -72,6 +78,8 @@ class StoreDirectory:
         try:
             if clean:
                 self._write_state(clean=True)
+        except OSError as error:
+            logger.warning("kvstore at %s will not be trusted after a reboot: %s", self.path, error.strerror)
         finally:
             os.close(self._lock_fd)
 

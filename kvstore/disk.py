@@ -7,6 +7,7 @@ is evicted, and when, is decided elsewhere (kvstore.writer).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +98,11 @@ class DiskTier:
                 txn.delete(_ROOM_KEY)
         except lmdb.Error as error:
             raise DiskFullError(str(error)) from error
+
+    def may_grow(self, headroom_bytes: int) -> bool:
+        """Whether the device has that much left. Once it has nothing, LMDB cannot even delete: that takes new pages."""
+        device = os.statvfs(self._directory.path)
+        return device.f_bavail * device.f_frsize >= headroom_bytes
 
     def check_readers(self) -> None:
         """Clears the slots of readers that were killed, whose snapshots keep pages from being used again."""

@@ -23,6 +23,8 @@ MAX_PENDING_BYTES = 64 << 20  # slabs accepted and not yet written
 ROOM_WAIT_S = 1.0  # how long a put waits for the queue before it goes without disk
 MAX_RECOVERIES = 2  # evictions tried for one batch when the file is full all the same
 READER_CHECK_S = 10.0
+# With less left on the device, a batch takes the place of older blocks; their pages are free two transactions later.
+HEADROOM_BATCHES = 4
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -152,7 +154,10 @@ class DiskWriter:
         return batch
 
     async def _write_batch(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
-        self._evict(self.lru.make_room(_sum_bytes(batch)))
+        num_bytes = _sum_bytes(batch)
+        if not await self._run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
+            self._evict(self.lru.pop_oldest(num_bytes))
+        self._evict(self.lru.make_room(num_bytes))
         try:
             await self._write_with_recovery(batch)
         except (DiskFullError, DiskFailedError) as error:

@@ -22,6 +22,8 @@ RANKS = {
     "kvrelay.kv.pool": 2,
     "kvrelay.kv.frame": 2,
     "kvrelay.kv": 2,
+    "kvrelay.gguf_metadata": 2,
+    "kvrelay.chat_template": 2,
     "kvrelay.tokenizer": 2,
     "kvrelay.detokenizer": 2,
     "kvrelay.rpc": 3,
@@ -36,6 +38,8 @@ RANKS = {
     "kvrelay.cli": 7,
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,
+    "kvrelay.local_cluster": 7,
+    "kvrelay.role_process": 7,
     "kvrelay.up": 7,
 }
 TORCH_RANKS = (4, 5)  # and the roles that compute

@@ -204,6 +204,26 @@ async def test_a_full_file_leads_to_eviction(tmp_path: Path) -> None:
         assert (store.stats().write_failures, store.stats().disk.evictions, disk.num_rooms) == (0, 2, 1)
 
 
+class CrowdedDisk(DiskTier):
+    """On a device that others have nearly filled."""
+
+    def may_grow(self, headroom_bytes: int) -> bool:
+        return False
+
+
+async def test_a_nearly_full_device_is_not_filled_up(tmp_path: Path) -> None:
+    """New blocks take the place of old ones while there still is room to delete."""
+    async with opened(tmp_path, memory_blocks=0) as store:
+        await put(store, *range(50))
+    async with opened(tmp_path, memory_blocks=0, make_disk=CrowdedDisk) as store:
+        for number in range(100, 300, 5):
+            await put(store, *range(number, number + 5))
+        assert store.stats().disk.num_blocks == 50
+        assert store.stats().write_failures == 0
+        assert (tmp_path / "data.mdb").stat().st_size < 1 << 20
+        assert await get(store, *range(290, 300)) == [Tier.DISK] * 10
+
+
 async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_trial(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,54 @@
+# make up      a cluster on this machine with the demo model, until Ctrl-C
+# make test    every test that needs no GPU
+# make help    the rest
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv up test lint fmt fmt-check type check proto config-table bench clean
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+venv: $(INSTALLED)  ## install the project and its tools into .venv
+
+$(INSTALLED): pyproject.toml scripts/install
+	@PYTHON="$(PYTHON)" scripts/install $(VENV)
+	@touch $@
+
+up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other shapes
+	@exec $(BIN)/kvrelay up $(ARGS)
+
+test: $(INSTALLED)  ## run every test that needs no GPU; ARGS="-k name" for some
+	@$(BIN)/kvrelay fetch-model
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(INSTALLED)  ## find mistakes
+	$(BIN)/ruff check .
+
+fmt: $(INSTALLED)  ## format the code
+	$(BIN)/ruff format .
+
+fmt-check: $(INSTALLED)  ## say what fmt would change
+	$(BIN)/ruff format --check .
+
+type: $(INSTALLED)  ## check the types
+	$(BIN)/mypy
+
+check: lint fmt-check type  ## lint, format and types
+
+proto: $(INSTALLED)  ## generate kvrelay/pb from proto/
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/generate_proto.py
+
+config-table: $(INSTALLED)  ## write the configuration tables of the README
+	$(BIN)/python -m kvrelay.config_table README.md
+
+bench: $(INSTALLED)  ## measure; see bench/README.md
+	$(BIN)/python -m bench $(ARGS)
+
+clean:  ## remove what the other targets made; the downloaded model stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,131 @@
+"""The `kvrelay` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.errors import ConfigError, KVRelayError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: `target` is module:function, imported when it is asked for, taking the rest of the command line."""
+
+    help: str
+    target: str
+
+
+COMMANDS = {
+    "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
+    "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:ask_main"),
+    "status": Command("show nodes, blocks and queues", "kvrelay.ask:status_main"),
+    "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
+    "coordinator": Command("run the front door", "coordinator.main:main"),
+    "prefill-node": Command("run a node that computes prompts", "prefill_node.main:main"),
+    "decode-node": Command("run a node that generates answers", "decode_node.main:main"),
+    "kvstore": Command("run the store that keeps KV blocks for reuse", "kvstore.main:main"),
+}
+
+OWN_PACKAGES = ("kvrelay", "coordinator", "prefill_node", "decode_node", "kvstore")
+
+DESCRIPTION = """\
+Serves language models with prefill and decode on different nodes, over plain gRPC."""
+
+EPILOG = """\
+Start here:
+  kvrelay up                            a cluster of four processes with a demo model; Ctrl-C ends it
+  kvrelay ask "Why is the sky blue?"    in another terminal
+
+One role at a time, each from flags, KVRELAY_... environment variables or a TOML file:
+  kvrelay coordinator --port 7400 --model MODEL
+  kvrelay prefill-node --model MODEL --coordinator HOST:7400
+  kvrelay decode-node --model MODEL --coordinator HOST:7400
+
+`kvrelay COMMAND --help` explains every option of a command."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 1 when it failed; 2 when it was asked wrongly. Errors are one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in COMMANDS:
+        return _outside_of_commands(arguments)
+    command, rest = arguments[0], arguments[1:]
+    try:
+        return _target(COMMANDS[command].target)(rest)
+    except KVRelayError as error:
+        print(f"kvrelay {command}: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        return 1
+
+
+def _outside_of_commands(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"kvrelay {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help)
+    if not arguments:
+        parser.print_help()
+        return 2
+    parser.parse_args(arguments)  # ends the process: --help, --version, or a word it does not know
+    return 2
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvrelay")
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from its source tree, not installed)"
+
+
+def _target(name: str) -> Callable[[Sequence[str]], int]:
+    module_name, function_name = name.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package in OWN_PACKAGES:
+            raise
+        raise ConfigError(
+            f"the Python package {package!r} is not installed; `pip install 'kvrelay[all]'` brings what every command "
+            "needs"
+        ) from error
+    function: Callable[[Sequence[str]], int] = getattr(module, function_name)
+    return function
+
+
+def up(argv: Sequence[str]) -> int:
+    """`kvrelay up`"""
+    from kvrelay import up as launcher
+
+    parser = argparse.ArgumentParser(prog="kvrelay up", description=launcher.__doc__, allow_abbrev=False)
+    launcher.add_arguments(parser)
+    return launcher.run(parser.parse_args(argv))
+
+
+def fetch_model(argv: Sequence[str]) -> int:
+    """`kvrelay fetch-model`"""
+    from kvrelay.demo_model import DEMO_MODEL, fetch
+
+    parser = argparse.ArgumentParser(
+        prog="kvrelay fetch-model",
+        description=f"Downloads the demo model, {DEMO_MODEL.file_name}, unless it is there, and prints its path.",
+    )
+    parser.parse_args(argv)
+    print(fetch())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

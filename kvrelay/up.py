@@ -1,0 +1,210 @@
+"""`kvrelay up`: a whole cluster on this machine, one process per role, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.demo_model import cache_directory, fetch
+from kvrelay.errors import ConfigError
+from kvrelay.local_cluster import Limits, LocalCluster, Outcome, Say
+from kvrelay.role_process import RoleProcess
+from kvrelay.types import Role
+
+DEFAULT_PORT_BASE = 7400
+METRICS_OFFSET = 100
+MAX_PREFILL_NODES = 10
+MAX_DECODE_NODES = 80
+_OFFSETS = {Role.COORDINATOR: 0, Role.KVSTORE: 1, Role.PREFILL_NODE: 10, Role.DECODE_NODE: 20}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRole:
+    """One process to start."""
+
+    role: Role
+    name: str
+    host: str
+    port: int
+    metrics_port: int
+    flags: tuple[str, ...]
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (default: 1)")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (default: 1)")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help="GGUF file or Hugging Face directory (default: the demo model)"
+    )
+    parser.add_argument("--model-name", default="", metavar="NAME", help="name clients ask for (default: the file's)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port-base",
+        type=int,
+        default=DEFAULT_PORT_BASE,
+        metavar="N",
+        help="the coordinator's port; kvstore +1, prefill nodes +10.., decode nodes +20.., metrics of each +100 "
+        f"(default: {DEFAULT_PORT_BASE})",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads of each node (default: its share of the cores)"
+    )
+    parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="logs and the store's disk tier (default: a cache directory)"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with more settings, given to each role")
+    parser.add_argument(
+        "--grace-s", type=float, default=30.0, metavar="S", help="time running requests get at the end (default: 30)"
+    )
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=300.0, metavar="S", help="time the roles get to start (default: 300)"
+    )
+
+
+def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable, "-m", "kvrelay.cli")) -> int:
+    """Starts the cluster and stays until a signal; the exit status. `command` starts a role named by its next argument.
+
+    Raises KVRelayError when something is wrong before the first process starts.
+    """
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
+
+    check_shape(options)
+    data_dir: Path = options.data_dir or cache_directory() / f"up-{options.port_base}"
+    check_ports(plan(options, Path(), data_dir))
+    model = find_model(options.model, say)
+    roles = plan(options, model, data_dir)
+    try:
+        (data_dir / "logs").mkdir(parents=True, exist_ok=True)
+        cluster = _make_cluster(options, roles, command, data_dir, say)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from error
+    say(f"starting {', '.join(role.name for role in roles)} with {model.name} in {options.dtype}")
+    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir), flush=True)))
+    return 1 if outcome is Outcome.FAILED else 0
+
+
+def check_shape(options: argparse.Namespace) -> None:
+    for flag, count, most in (
+        ("--prefill", options.prefill, MAX_PREFILL_NODES),
+        ("--decode", options.decode, MAX_DECODE_NODES),
+    ):
+        if not 1 <= count <= most:
+            raise ConfigError(f"{flag} is {count}; allowed is [1, {most}]")
+    highest = 65_535 - 2 * METRICS_OFFSET
+    if not 1 <= options.port_base <= highest:
+        raise ConfigError(f"--port-base is {options.port_base}; allowed is [1, {highest}]")
+
+
+def find_model(path: Path | None, say: Say) -> Path:
+    if path is None:
+        return fetch(say=say)
+    if not path.exists():
+        raise ConfigError(f"--model {path} does not exist; give a GGUF file or a Hugging Face directory")
+    return path.resolve()
+
+
+def plan(options: argparse.Namespace, model: Path, data_dir: Path) -> list[PlannedRole]:
+    """The processes of a cluster of this shape, the coordinator first."""
+    counts = {
+        Role.COORDINATOR: 1,
+        Role.KVSTORE: int(options.kvstore),
+        Role.PREFILL_NODE: options.prefill,
+        Role.DECODE_NODE: options.decode,
+    }
+    own_flags = _flags_by_role(options, model, data_dir)
+    return [
+        _planned(options, role, index, count, own_flags[role])
+        for role, count in counts.items()
+        for index in range(count)
+    ]
+
+
+def _flags_by_role(options: argparse.Namespace, model: Path, data_dir: Path) -> dict[Role, list[str]]:
+    coordinator = f"{options.host}:{options.port_base + _OFFSETS[Role.COORDINATOR]}"
+    kvstore = f"{options.host}:{options.port_base + _OFFSETS[Role.KVSTORE]}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = options.threads or max(1, cores // (options.prefill + options.decode))
+    naming = ["--model", str(model), *(["--model-name", options.model_name] if options.model_name else [])]
+    node = [*naming, "--dtype", options.dtype, "--threads", str(threads), "--coordinator", coordinator]
+    node += ["--kvstore", kvstore] if options.kvstore else []
+    return {
+        Role.COORDINATOR: naming,
+        Role.KVSTORE: ["--path", str(data_dir / "kvstore"), "--coordinator", coordinator],
+        Role.PREFILL_NODE: node,
+        Role.DECODE_NODE: node,
+    }
+
+
+def _planned(options: argparse.Namespace, role: Role, index: int, count: int, own: list[str]) -> PlannedRole:
+    port = options.port_base + _OFFSETS[role] + index
+    flags = ["--host", options.host, "--port", str(port), "--metrics-port", str(port + METRICS_OFFSET)]
+    flags += ["--grace-s", f"{options.grace_s:g}"]
+    flags += ["--config", str(options.config.resolve())] if options.config else []
+    name = role.value if count == 1 else f"{role.value}-{index + 1}"
+    return PlannedRole(role, name, options.host, port, port + METRICS_OFFSET, (*flags, *own))
+
+
+def check_ports(roles: Sequence[PlannedRole]) -> None:
+    """Raises ConfigError, naming the port and who wants it, if one cannot be listened on."""
+    for role in roles:
+        for port, purpose in ((role.port, role.name), (role.metrics_port, f"metrics of {role.name}")):
+            family = socket.AF_INET6 if ":" in role.host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((role.host, port))
+                except OSError as error:
+                    raise ConfigError(
+                        f"port {port} on {role.host} (for the {purpose}) cannot be used: {error.strerror}; stop what "
+                        "listens there, or choose other ports with --port-base N"
+                    ) from error
+
+
+def _make_cluster(
+    options: argparse.Namespace, roles: Sequence[PlannedRole], command: Sequence[str], data_dir: Path, say: Say
+) -> LocalCluster:
+    limits = Limits(start_s=options.start_timeout_s, grace_s=options.grace_s)
+    cluster = LocalCluster(limits, say)
+    for role in roles:
+        log_path = data_dir / "logs" / f"{role.name}.log"
+        log_path.write_bytes(b"")
+        cluster.add(
+            role.role, RoleProcess(role.name, [*command, role.role.value, *role.flags], log_path, cluster.report)
+        )
+    return cluster
+
+
+def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
+    """What a newcomer needs now: addresses, and three calls that work as they are written."""
+    coordinator = roles[0]
+    program = "kvrelay" if shutil.which("kvrelay") else os.path.relpath(sys.argv[0])
+    where = "" if coordinator.address == f"127.0.0.1:{DEFAULT_PORT_BASE}" else f" --address {coordinator.address}"
+    rows = [
+        f"  {role.name:15} {role.address:21} metrics http://{role.host}:{role.metrics_port}/metrics" for role in roles
+    ]
+    calls = [
+        f'  {program} ask{where} "What is the capital of France?"',
+        f"  {program} status{where}",
+        f'  {program} ask{where} --json --temperature 0 --raw "1, 2, 3,"',
+    ]
+    logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
+    return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, "", logs, ""])
