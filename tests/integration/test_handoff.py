@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from decode_node.config import DecodeConfig
 from decode_node.main import DecodeApp
-from kvrelay.errors import StaleError, UnavailableError
+from kvrelay.errors import StaleError
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import block_hashes, chain_root
 from kvrelay.rpc import convert, raw
@@ -120,7 +121,9 @@ async def pair(model: Path, **prefill_settings: object) -> AsyncIterator[Pair]:
         clients = PrefillClient(prefill_channel), DecodeClient(decode_channel)
         yield Pair(prefill_app, decode_app, *clients, decode_address)
     for app in (prefill_app, decode_app):
-        counts = app.status().blocks
+        assert app._loaded is not None
+        app._loaded.pool.check()
+        counts = app._loaded.pool.counts()
         assert (counts.held, counts.reserved) == (0, 0)
 
 
@@ -232,13 +235,18 @@ async def test_a_handoff_for_an_ended_reservation_is_refused(model: Path) -> Non
             await nodes.compute(request, nodes.target(granted))
 
 
-async def test_leaving_the_answer_ends_the_handoff(model: Path) -> None:
-    """The decode call is cancelled while the prompt is computed: the prefill node is told by its stream."""
+async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
+    """The prefill node hears of it on its KV stream and stops, though most of the prompt is not computed yet."""
     async with pair(model, chunk_tokens=4) as nodes:
-        request = make_request(400, seed=9)
+        request = make_request(900, seed=9)
         granted = await nodes.reserve(request)
-        computing = asyncio.create_task(nodes.compute(request, nodes.target(granted)))
-        async with nodes.decode.decode(granted.reservation_id):
-            await asyncio.sleep(0)
-        with pytest.raises((StaleError, UnavailableError)):
-            await computing
+        engine_may_go_on = threading.Event()
+        try:
+            async with nodes.prefill.prefill(request, nodes.target(granted)) as events:
+                await anext(events)
+                nodes.prefill_app._engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
+                await nodes.decode.release(granted.reservation_id)
+                with pytest.raises(StaleError, match=f"decode node {nodes.decode_address}"):
+                    await anext(events)
+        finally:
+            engine_may_go_on.set()
