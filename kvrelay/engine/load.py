@@ -50,9 +50,10 @@ def load_engine(
     """Loads `model` (a GGUF file or a Hugging Face directory) and runs it once.
 
     The pool gets `num_blocks` blocks, or as many as fit into `kv_bytes` if that is 0. `threads` 0 leaves torch's own
-    choice. Raises ModelFileError or ConfigError, saying what is wrong.
+    choice; `device` is "cpu", "cuda" or "auto". Raises ModelFileError or ConfigError, saying what is wrong.
     """
     started = time.monotonic()
+    device = _device(device)
     if threads:
         torch.set_num_threads(threads)
     config, decoder = load_decoder(model, dtype=dtype, device=device)
@@ -71,6 +72,13 @@ def load_engine(
         *(num_blocks, layout.block_tokens, num_blocks * layout.slab_bytes / MIB),
     )
     return LoadedEngine(info=info, config=config, runner=runner, cache=cache, pool=BlockPool(num_blocks))
+
+
+def _device(wanted: str) -> str:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("device is cuda, and torch finds no GPU; use --device cpu or auto")
+    return wanted if wanted != "auto" else "cuda" if available else "cpu"
 
 
 def _blocks_in(kv_bytes: int, layout: KVLayout) -> int:

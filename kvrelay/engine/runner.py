@@ -7,8 +7,9 @@ import torch
 from kvrelay.engine.batch import Batch, ScheduledRow, StepArrays, build
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.cache import PagedKVCache
-from kvrelay.model.decoder import Decoder, StepInput
+from kvrelay.model.decoder import Decoder
 from kvrelay.model.sampler import Sampler, SamplingRow
+from kvrelay.model.step import StepInput
 from kvrelay.types import BlockHash, BlockId, GeneratedToken, NodeRequest, RequestId, SamplingParams
 
 

@@ -15,6 +15,7 @@ from kvrelay.types import (
     BlocksReceived,
     DecodeFinished,
     FinishReason,
+    GeneratedToken,
     InstanceId,
     NodeRequest,
     ReservationGranted,
@@ -87,7 +88,7 @@ async def test_decode_may_be_opened_after_the_commit() -> None:
 async def test_a_first_token_that_ends_the_answer_needs_no_step() -> None:
     async with decode_node() as harness:
         granted = await reserve(harness)
-        await hand_over(harness, handoff(harness, granted, first_token=2).messages())
+        await hand_over(harness, handoff(harness, granted, first_token=GeneratedToken(2)).messages())
         assert await read_answer(harness.client, granted.reservation_id) == ([2], DecodeFinished(FinishReason.STOP))
         assert harness.runner.batches == []  # type: ignore[attr-defined]
 

@@ -148,7 +148,7 @@ class Handoff:
     request: NodeRequest
     granted: ReservationGranted
     attempt: int = 0
-    first_token: int = 20
+    first_token: GeneratedToken = field(default_factory=lambda: GeneratedToken(20))
     slab: Callable[[int], bytes] = slab_of
 
     def sequence(self) -> Sequence:
@@ -179,7 +179,7 @@ class Handoff:
         chain = ChecksumChain()
         for frame in self.blocks():
             chain.add(frame.checksum)
-        return HandoffEnd(len(self.blocks()), chain.digest(), GeneratedToken(self.first_token))
+        return HandoffEnd(len(self.blocks()), chain.digest(), self.first_token)
 
     def messages(self) -> list[bytes]:
         """BEGIN, blocks, END."""

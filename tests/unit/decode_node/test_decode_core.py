@@ -1,6 +1,10 @@
 """The engine's commands and steps, with a real pool and a runner that draws by rule."""
 
+import contextlib
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode_node.engine import DecodeCore, SequenceAdvanced, StepDone
 from decode_node.scheduler import Scheduler
@@ -236,3 +240,44 @@ def test_the_published_load_counts_rows() -> None:
     engine.core.step()
     assert (engine.core.load.num_running, engine.core.load.num_waiting) == (1, 1)
     assert engine.core.load.blocks == BlockCounts(total=16, free=11, held=5)  # they share one
+
+
+COMMANDS = ["hand over", "hand over idle", "compute", "run", "release", "step", "fail", "reserve", "reserve", "step"]
+
+
+@given(commands=st.lists(st.tuples(st.sampled_from(COMMANDS), st.integers(0, 7)), max_size=60))
+def test_whatever_comes_in_whatever_order_nothing_is_lost_or_held_twice(commands: list[tuple[str, int]]) -> None:
+    """Requests of overlapping prompts; each command picks one. The pool proves itself after every command."""
+    engine = Engine(max_batch=2, max_batched_tokens=4)
+    reserved: dict[ReservationId, Sequence] = {}
+    names: list[ReservationId] = []
+    idle: set[ReservationId] = set()
+    for command, pick in commands:
+        name = names[pick % len(names)] if names else A
+        if command == "reserve" and len(names) < 12:
+            name = ReservationId(str(len(names)))
+            with contextlib.suppress(OverloadedError):
+                reserved[name] = engine.reserve(name, num_prompt=2 + pick * 3, max_tokens=1 + pick)
+                names.append(name)
+        elif command.startswith("hand over") and name in reserved:
+            engine.hand_over(name, reserved.pop(name), run="idle" not in command)
+            if "idle" in command:
+                idle.add(name)
+        elif command == "compute" and name in reserved:
+            engine.core.compute(name, reserved.pop(name))
+        elif command == "run" and name in idle:
+            idle.remove(name)
+            engine.core.run(name)
+        elif command == "release":
+            reserved.pop(name, None)
+            engine.core.release(name)
+        elif command == "step" and engine.core.has_work():
+            engine.core.step()
+        elif command == "fail" and engine.core.has_work():
+            engine.core.fail_all(RuntimeError("boom"))
+        free, num_reserved, held, cached = engine.counts()
+        assert free + num_reserved + held + cached == 16
+    engine.run_to_end()
+    for name in names:
+        engine.core.release(name)
+    assert engine.counts()[1:3] == (0, 0)
