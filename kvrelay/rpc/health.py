@@ -31,21 +31,23 @@ class Readiness:
         self._closed = False
 
     def set(self, ready: bool, reason: str = "") -> None:
-        """`reason` says why it is not ready. Once closed nothing makes it ready again."""
-        ready = ready and not self._closed
-        if (ready, reason) == (self.ready, self.reason):
-            return
-        logger.info("ready" if ready else "not ready: %s", *([] if ready else [reason]))
+        """`reason` says why it is not ready. Does nothing once closed."""
+        if not self._closed and (ready, reason) != (self.ready, self.reason):
+            self._change(ready, reason)
+
+    def close(self, reason: str) -> None:
+        """Not ready, for good: the process is ending."""
+        if not self._closed:
+            self._closed = True
+            self._change(False, reason)
+
+    def _change(self, ready: bool, reason: str) -> None:
+        logger.info("%s", "ready" if ready else f"not ready: {reason}")
         self.ready, self.reason = ready, reason
         if ready:
             self._first_ready.set()
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def close(self, reason: str) -> None:
-        """For good: the process is ending."""
-        self._closed = True
-        self.set(False, reason)
 
     async def wait_ready(self) -> None:
         """Returns when it is, or has been, ready."""
@@ -69,10 +71,11 @@ class Readiness:
                 status = _Response.SERVICE_UNKNOWN
             if status != last:
                 yield status
-            last = status
-            if self._closed:
+                last = status
+            elif self._closed:
                 return
-            await changed.wait()
+            else:
+                await changed.wait()
 
 
 class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

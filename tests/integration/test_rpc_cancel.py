@@ -70,11 +70,15 @@ async def test_break_inside_cancelling_ends_the_call(request_: bytes) -> None:
 
 async def test_an_exception_inside_cancelling_ends_the_call_and_passes() -> None:
     endless = Endless()
+
+    async def read(channel: grpc.aio.Channel) -> None:
+        async with cancelling(send(channel, b"wait")) as call:
+            async for _ in call:
+                raise ZeroDivisionError
+
     async with connected(endless.register) as channel:
         with pytest.raises(ZeroDivisionError):
-            async with cancelling(send(channel, b"wait")) as call:
-                async for _ in call:
-                    raise ZeroDivisionError
+            await read(channel)
         await endless.wait_ended()
 
 

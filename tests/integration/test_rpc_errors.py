@@ -172,9 +172,11 @@ async def test_a_message_over_the_limit_is_an_invalid_request_and_no_overload() 
         async with open_channel(f"127.0.0.1:{port}", max_message_bytes=2**20, own_connection=True) as channel:
             with pytest.raises(InvalidRequestError, match="larger than max"):
                 await call(channel, "raw unary-stream")
-        async with open_channel(f"127.0.0.1:{port}", own_connection=True) as channel:
-            async with Replies(raw.unary_stream(channel, SERVICE, "Send")(b""), len) as replies:
-                assert [num_bytes async for num_bytes in replies] == [0, 5 * 2**20]
+        async with (
+            open_channel(f"127.0.0.1:{port}", own_connection=True) as channel,
+            Replies(raw.unary_stream(channel, SERVICE, "Send")(b""), len) as replies,
+        ):
+            assert [num_bytes async for num_bytes in replies] == [0, 5 * 2**20]
 
 
 async def test_a_peer_that_is_not_there_is_unavailable() -> None:

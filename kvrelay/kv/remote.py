@@ -1,0 +1,244 @@
+"""Client of the kvstore, for nodes: a store that is gone, slow or wrong is a miss, never an error.
+
+Nothing here raises for what the store does. Failures are counted, open a circuit so that a dead store costs no time,
+and are logged once per opening. What arrives is proven before it is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from itertools import islice
+
+from kvrelay.errors import CorruptBlockError, KVRelayError
+from kvrelay.kv import frame
+from kvrelay.kv.circuit import Circuit
+from kvrelay.kv.frame import Frame, FrameKind
+from kvrelay.kv.hashing import Buffer, ChecksumChain
+from kvrelay.kv.layout import KVLayout
+from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
+from kvrelay.rpc import convert, raw
+from kvrelay.rpc.calls import Replies, answer
+from kvrelay.rpc.channel import open_channel
+from kvrelay.types import BlockHash, Tier
+
+MAX_HASHES = 65_536  # of one Match or Get
+MIN_PUT_RATE = 16 << 20  # bytes/s; a Put that is slower than this is given up
+QUERY_BLOCKS = 1_024  # of one question an offloader asks
+
+logger = logging.getLogger(__name__)
+
+
+class StoreClient:
+    """One store, one model. Made and used on one event loop.
+
+    `timeout_s` bounds the wait for each answer and for each block. `num_failures` counts calls that failed,
+    `num_corrupt` blocks that arrived and were not what was asked for.
+    """
+
+    def __init__(self, address: str, layout: KVLayout, model_fingerprint: str, *, timeout_s: float = 2.0) -> None:
+        self.num_failures = 0
+        self.num_corrupt = 0
+        self._address = address
+        self._slab_bytes = layout.slab_bytes
+        self._namespace = kvstore_pb2.StoreNamespace(
+            model_fingerprint=model_fingerprint, layout_fingerprint=layout.fingerprint
+        )
+        self._timeout_s = timeout_s
+        self._circuit = Circuit()
+        self._channel = open_channel(address)
+        self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self._get = raw.unary_stream(self._channel, raw.KV_TRANSFER, "Get")
+        self._put = raw.stream_unary(self._channel, raw.KV_TRANSFER, "Put")
+
+    async def match(self, hashes: Sequence[BlockHash]) -> list[Tier]:
+        """Tiers of the longest prefix of `hashes` that the store holds; [] on failure."""
+        tiers = await self._match(hashes, each=False)
+        return tiers if len(tiers) <= len(hashes) else []
+
+    async def missing(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those that the store does not hold; [] on failure, so that nothing is sent to a store that is not there."""
+        tiers = await self._match(hashes, each=True)
+        return [block_hash for block_hash, tier in zip(hashes, tiers, strict=False) if tier is Tier.NONE]
+
+    async def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
+        """Proven slabs in order, each a view into its message; ends early at the first the store cannot give.
+
+        Close the iterator (contextlib.aclosing) when leaving it early: that ends the call.
+        """
+        if not hashes or not self._circuit.allows(time.monotonic()):
+            return
+        request = kvstore_pb2.GetRequest(namespace=self._namespace, block_hashes=hashes[:MAX_HASHES])
+        call = self._get(request.SerializeToString())
+        try:
+            async with Replies(call, bytes) as messages:
+                for index, block_hash in enumerate(hashes[:MAX_HASHES]):
+                    async with asyncio.timeout(self._timeout_s):
+                        message = await anext(messages, None)
+                    self._succeeded()
+                    if message is None:
+                        return
+                    found = self._prove(message, index, block_hash)
+                    yield block_hash, found.payload, found.tier
+        except CorruptBlockError as error:
+            self.num_corrupt += 1
+            self._failed(error)
+        except (KVRelayError, TimeoutError) as error:
+            self._failed(error)
+
+    async def put(self, blocks: Sequence[tuple[BlockHash, bytes]]) -> int:
+        """Sends slabs; how many the store did not have. 0 on failure."""
+        if not blocks or not self._circuit.allows(time.monotonic()):
+            return 0
+        timeout_s = self._timeout_s + sum(len(slab) for _, slab in blocks) / MIN_PUT_RATE
+        try:
+            reply = await answer(self._put(self._put_messages(blocks), timeout=timeout_s), _put_reply)
+        except KVRelayError as error:
+            self._failed(error)
+            return 0
+        self._succeeded()
+        return reply.num_stored
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _match(self, hashes: Sequence[BlockHash], *, each: bool) -> list[Tier]:
+        if not hashes or not self._circuit.allows(time.monotonic()):
+            return []
+        request = kvstore_pb2.MatchRequest(namespace=self._namespace, block_hashes=hashes[:MAX_HASHES], each=each)
+        try:
+            tiers = await answer(self._stub.Match(request, timeout=self._timeout_s), _match_tiers)
+        except KVRelayError as error:
+            self._failed(error)
+            return []
+        self._succeeded()
+        return tiers
+
+    def _prove(self, message: bytes, index: int, block_hash: BlockHash) -> Frame:
+        """The frame of the block that was asked for. Raises CorruptBlockError."""
+        found = frame.decode(message, max_payload_bytes=self._slab_bytes)
+        if (found.kind, found.block_index, found.block_hash) != (FrameKind.BLOCK, index, block_hash):
+            raise CorruptBlockError(f"the store sent another frame than block {index}")
+        if len(found.payload) != self._slab_bytes:
+            raise CorruptBlockError(f"block {index} has {len(found.payload)} bytes; a slab has {self._slab_bytes}")
+        frame.verify(found)
+        return found
+
+    def _put_messages(self, blocks: Sequence[tuple[BlockHash, bytes]]) -> Iterator[bytes]:
+        begin = kvstore_pb2.PutBegin(namespace=self._namespace).SerializeToString()
+        yield frame.encode(frame.control_frame(FrameKind.BEGIN, begin))
+        chain = ChecksumChain()
+        for index, (block_hash, slab) in enumerate(blocks):
+            block = frame.block_frame(index, block_hash, slab)
+            chain.add(block.checksum)
+            yield frame.encode(block)
+        end = decode_pb2.HandoffEnd(num_blocks=len(blocks), checksum=chain.digest()).SerializeToString()
+        yield frame.encode(frame.control_frame(FrameKind.END, end))
+
+    def _succeeded(self) -> None:
+        if self._circuit.is_open:
+            logger.info("kvstore %s answers again", self._address)
+        self._circuit.succeeded()
+
+    def _failed(self, error: Exception) -> None:
+        self.num_failures += 1
+        if self._circuit.failed(time.monotonic()):
+            what = error or f"no answer within {self._timeout_s:g} s"
+            logger.warning("kvstore %s is left alone for a while: %s", self._address, what)
+
+
+class Offloader:
+    """Sends finished blocks to the store in the background, one batch at a time; drops what it cannot keep up with.
+
+    `read` gives a block's slab, or None if the node no longer has it. `num_dropped` counts blocks that were offered
+    and not sent for want of room or because of a failure here; `num_stored` those that were new to the store.
+    """
+
+    def __init__(
+        self,
+        store: StoreClient,
+        read: Callable[[BlockHash], Awaitable[bytes | None]],
+        *,
+        max_pending_blocks: int = 4096,
+        batch_blocks: int = 16,
+        flush_s: float = 2.0,
+    ) -> None:
+        self.num_dropped = 0
+        self.num_stored = 0
+        self._store = store
+        self._read = read
+        self._max_pending_blocks = max_pending_blocks
+        self._batch_blocks = batch_blocks
+        self._flush_s = flush_s
+        self._pending: dict[BlockHash, None] = {}  # an ordered set
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self, hashes: Sequence[BlockHash]) -> None:
+        """Returns at once; the blocks need not stay where they are."""
+        for block_hash in hashes:
+            if block_hash in self._pending:
+                continue
+            if len(self._pending) >= self._max_pending_blocks:
+                self.num_dropped += 1
+                continue
+            self._pending[block_hash] = None
+        if self._pending:
+            self._idle.clear()
+            self._work.set()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="offloader")
+
+    async def flush(self) -> None:
+        """Waits until nothing is pending. Bound it: a store that hangs is given up only by its timeouts."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Sends what is pending, for at most `flush_s`, then stops."""
+        if self._task is None:
+            return
+        try:
+            async with asyncio.timeout(self._flush_s):
+                await self.flush()
+        except TimeoutError:
+            logger.warning("%d or more blocks were not offloaded in time", len(self._pending))
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            hashes = list(islice(self._pending, QUERY_BLOCKS))
+            for block_hash in hashes:
+                del self._pending[block_hash]
+            try:
+                await self._offload(hashes)
+            except Exception:  # of `read`: the node's affair; later blocks may fare better
+                self.num_dropped += len(hashes)
+                logger.exception("cannot offload %d blocks", len(hashes))
+            if not self._pending:
+                self._work.clear()
+                self._idle.set()
+
+    async def _offload(self, hashes: Sequence[BlockHash]) -> None:
+        missing = await self._store.missing(hashes)
+        for start in range(0, len(missing), self._batch_blocks):
+            batch: list[tuple[BlockHash, bytes]] = []
+            for block_hash in missing[start : start + self._batch_blocks]:
+                slab = await self._read(block_hash)
+                if slab is not None:
+                    batch.append((block_hash, slab))
+            self.num_stored += await self._store.put(batch)
+
+
+def _match_tiers(reply: kvstore_pb2.MatchReply) -> list[Tier]:
+    return [convert.tier_from_pb(tier) for tier in reply.tiers]
+
+
+def _put_reply(message: bytes) -> kvstore_pb2.PutReply:
+    return convert.parse(kvstore_pb2.PutReply, message)

@@ -1,0 +1,40 @@
+"""What the store keeps: a slab and the checksum that proves it, under a key that names its namespace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.errors import CorruptBlockError, InvalidRequestError
+from kvrelay.kv.hashing import HASH_BYTES, Buffer, hash_fields, slab_checksum
+
+NAMESPACE_BYTES = 16
+KEY_BYTES = NAMESPACE_BYTES + HASH_BYTES
+MAX_FINGERPRINT_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """`payload` is never written to after it is stored, and may be a view into the message it came in."""
+
+    payload: Buffer
+    checksum: bytes  # xxh3_128 of the payload, made by whoever computed the block
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.payload)
+
+    def verify(self) -> None:
+        """Raises CorruptBlockError unless the payload is what the checksum was made of."""
+        if slab_checksum(self.payload) != self.checksum:
+            raise CorruptBlockError(f"slab of {self.num_bytes} bytes fails its checksum")
+
+
+def namespace_key(model_fingerprint: str, layout_fingerprint: str) -> bytes:
+    """16 bytes that separate the blocks of one model and layout from all others. Raises InvalidRequestError."""
+    for name, value in (("model", model_fingerprint), ("layout", layout_fingerprint)):
+        if not 1 <= len(value) <= MAX_FINGERPRINT_CHARS:
+            raise InvalidRequestError(
+                f"{name}_fingerprint has {len(value)} characters; allowed is [1, {MAX_FINGERPRINT_CHARS}]"
+            )
+    fields = (b"kvrelay-store-v1", model_fingerprint.encode(), layout_fingerprint.encode())
+    return hash_fields(*fields)[:NAMESPACE_BYTES]

@@ -1,0 +1,409 @@
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.types import Tier
+from kvstore import record
+from kvstore.block import StoredBlock, namespace_key
+from kvstore.disk import MIN_DISK_BYTES, DiskFullError, DiskTier
+from kvstore.memory import MemoryTier
+from kvstore.store import PutOutcome, Store
+from tests.support.store_blocks import SLAB_BYTES, block_of, key_of
+
+FLUSH_S = 20.0
+STORED, PRESENT, REFUSED = PutOutcome.STORED, PutOutcome.PRESENT, PutOutcome.REFUSED
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def opened(
+    path: Path | None,
+    *,
+    memory_blocks: int = 1_000,
+    disk_bytes: int = 8 << 20,
+    clock: Callable[[], float] | None = None,
+    make_disk: type[DiskTier] = DiskTier,
+) -> AsyncIterator[Store]:
+    disk = None if path is None else make_disk(path, disk_bytes, "boot-1")
+    store = Store(MemoryTier(memory_blocks * SLAB_BYTES), disk, clock or Clock())
+    await store.start()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def put(store: Store, *numbers: int, flush: bool = True) -> list[PutOutcome]:
+    outcomes = [await store.put(key_of(n), block_of(n)) for n in numbers]
+    if flush:
+        await store.flush(FLUSH_S)
+    return outcomes
+
+
+async def get(store: Store, *numbers: int) -> list[Tier]:
+    """Tiers of what was served, after comparing every byte."""
+    tiers: list[Tier] = []
+    async for block, tier in store.get([key_of(n) for n in numbers]):
+        assert block.payload == block_of(numbers[len(tiers)]).payload
+        tiers.append(tier)
+    return tiers
+
+
+async def test_a_block_is_stored_once_and_then_present(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        assert await put(store, 1, 2, 1) == [STORED, STORED, PRESENT]
+        assert await get(store, 1, 2) == [Tier.MEMORY, Tier.MEMORY]
+        assert store.stats().disk.num_blocks == 2
+
+
+async def test_get_ends_at_the_first_block_that_is_not_here() -> None:
+    async with opened(None) as store:
+        await put(store, 1, 2, 4, 5, 6, 7)
+        assert len(await get(store, 1, 2, 3, 4, 5, 6, 7)) == 2
+        stats = store.stats()
+        assert (stats.memory.hits, stats.misses) == (2, 1)
+
+
+async def test_match_reports_the_tier_of_each_block(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=2) as store:
+        await put(store, 1, 2, 3)
+        assert store.match([key_of(n) for n in (1, 2, 9, 3)]) == [Tier.DISK, Tier.MEMORY, Tier.NONE, Tier.MEMORY]
+
+
+async def test_a_foreign_namespace_never_hits(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await put(store, 1)
+        for foreign in (namespace_key("m" * 64, "L" * 64), namespace_key("M" * 64, "l" * 64)):
+            key = key_of(1, foreign)
+            assert store.match([key]) == [Tier.NONE]
+            assert [found async for found in store.get([key])] == []
+
+
+async def test_a_restart_finds_the_blocks_on_disk_and_promotes_them(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await put(store, 1, 2, 3)
+    async with opened(tmp_path) as store:
+        assert await get(store, 1, 2, 3) == [Tier.DISK] * 3
+        assert await get(store, 1, 2, 3) == [Tier.MEMORY] * 3
+        assert store.stats().disk.hits == store.stats().memory.hits == 3
+
+
+async def test_a_corrupt_put_is_refused_and_counted(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        broken = StoredBlock(block_of(1).payload, block_of(2).checksum)
+        assert await store.put(key_of(1), broken) is REFUSED
+        assert store.match([key_of(1)]) == [Tier.NONE]
+        assert store.stats().corrupt == 1
+
+
+async def test_a_value_that_rots_on_disk_is_a_miss_counted_and_dropped(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=0) as store:
+        await put(store, 1, 2, 3)
+        assert store._disk is not None
+        rotten = bytearray(record.pack(key_of(2), block_of(2)))
+        rotten[1_000] ^= 4
+        with store._disk._env.begin(write=True) as txn:
+            txn.put(key_of(2), bytes(rotten))
+        assert await get(store, 1, 2, 3) == [Tier.DISK]
+        stats = store.stats()
+        assert (stats.corrupt, stats.misses, stats.disk.num_blocks) == (1, 1, 2)
+        assert await put(store, 2) == [STORED]
+        assert await get(store, 1, 2, 3) == [Tier.DISK] * 3
+        assert store._disk.read(key_of(2)) == block_of(2)
+
+
+async def test_bytes_that_rot_in_memory_fall_back_to_disk(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        payload = bytearray(block_of(1).payload)
+        await store.put(key_of(1), StoredBlock(payload, block_of(1).checksum))
+        await store.flush(FLUSH_S)
+        payload[0] ^= 1
+        assert await get(store, 1) == [Tier.DISK]
+        assert store.stats().corrupt == 1
+
+
+async def test_bytes_that_rot_in_memory_are_dropped() -> None:
+    async with opened(None) as store:
+        payload = bytearray(block_of(1).payload)
+        await store.put(key_of(1), StoredBlock(payload, block_of(1).checksum))
+        payload[0] ^= 1
+        assert await get(store, 1) == []
+        assert store.match([key_of(1)]) == [Tier.NONE]
+        assert (store.stats().corrupt, store.stats().memory.num_blocks) == (1, 0)
+
+
+async def test_memory_stays_within_its_bound_and_drops_a_chains_tail_first() -> None:
+    async with opened(None, memory_blocks=4) as store:
+        await put(store, 1, 2, 3, 4)
+        store.touch([key_of(n) for n in (1, 2, 3, 4)])
+        await put(store, 5, 6)
+        assert await get(store, 1, 2, 3) == [Tier.MEMORY] * 2
+        stats = store.stats().memory
+        assert (stats.num_blocks, stats.num_bytes, stats.evictions) == (4, 4 * SLAB_BYTES, 2)
+
+
+async def test_a_block_larger_than_every_tier_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=1, disk_bytes=MIN_DISK_BYTES) as store:
+        assert await store.put(key_of(1), block_of(1, MIN_DISK_BYTES)) is REFUSED
+        assert store.match([key_of(1)]) == [Tier.NONE]
+
+
+@pytest.mark.parametrize("sizes", [[SLAB_BYTES], [1_000, SLAB_BYTES, 30_000]])
+async def test_the_disk_bound_holds_under_churn(tmp_path: Path, sizes: list[int]) -> None:
+    """Five times what fits passes through; the file never exceeds its bound, nothing fails, the newest are there."""
+    async with opened(tmp_path, memory_blocks=0, disk_bytes=2 << 20) as store:
+        number, num_bytes = 0, 0
+        while num_bytes < 5 * (2 << 20):
+            block = block_of(number, sizes[number % len(sizes)])
+            assert await store.put(key_of(number), block) is STORED
+            number, num_bytes = number + 1, num_bytes + block.num_bytes
+            if number % 8 == 0:
+                await store.flush(FLUSH_S)
+                assert (tmp_path / "data.mdb").stat().st_size <= 2 << 20
+        await store.flush(FLUSH_S)
+        stats = store.stats()
+        assert stats.write_failures == 0
+        assert stats.disk.evictions > 0
+        assert stats.disk.num_bytes <= stats.disk.capacity_bytes
+        async for block, _ in store.get([key_of(number - 1)]):
+            assert block.payload == block_of(number - 1, sizes[(number - 1) % len(sizes)]).payload
+        assert store.stats().disk.hits == 1
+
+
+class FullDisk(DiskTier):
+    """Refuses transactions that write blocks while `num_full` lasts."""
+
+    num_full = 0
+    num_rooms = 0
+
+    def write(self, deletes, blocks):  # type: ignore[no-untyped-def]
+        if blocks and self.num_full > 0:
+            self.num_full -= 1
+            raise DiskFullError("No space left on device")
+        super().write(deletes, blocks)
+
+    def make_room(self, deletes):  # type: ignore[no-untyped-def]
+        self.num_rooms += 1
+        super().make_room(deletes)
+
+
+async def test_a_full_file_leads_to_eviction(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=0, make_disk=FullDisk) as store:
+        await put(store, 1, 2, 3, 4)
+        disk = store._disk
+        assert isinstance(disk, FullDisk)
+        disk.num_full = 1
+        assert await put(store, 5) == [STORED]
+        assert await get(store, 5) == [Tier.DISK]
+        assert await get(store, 3, 4) == [Tier.DISK] * 2
+        assert store.match([key_of(1), key_of(2)]) == [Tier.NONE] * 2
+        assert (store.stats().write_failures, store.stats().disk.evictions, disk.num_rooms) == (0, 2, 1)
+
+
+class CrowdedDisk(DiskTier):
+    """On a device that others have nearly filled."""
+
+    def may_grow(self, headroom_bytes: int) -> bool:
+        return False
+
+
+async def test_a_nearly_full_device_is_not_filled_up(tmp_path: Path) -> None:
+    """New blocks take the place of old ones while there still is room to delete."""
+    async with opened(tmp_path, memory_blocks=0) as store:
+        await put(store, *range(50))
+    async with opened(tmp_path, memory_blocks=0, make_disk=CrowdedDisk) as store:
+        for number in range(100, 300, 5):
+            await put(store, *range(number, number + 5))
+        assert store.stats().disk.num_blocks == 50
+        assert store.stats().write_failures == 0
+        assert (tmp_path / "data.mdb").stat().st_size < 1 << 20
+        assert await get(store, *range(290, 300)) == [Tier.DISK] * 10
+
+
+async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_trial(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    async with opened(tmp_path, memory_blocks=1, make_disk=FullDisk, clock=clock) as store:
+        await put(store, *range(20))
+        disk = store._disk
+        assert isinstance(disk, FullDisk)
+        disk.num_full = 1_000
+        await put(store, 100)
+        await put(store, 101)
+        assert store.stats().write_failures == 2
+        assert disk.num_full == 1_000 - 3  # the first block's three tries; the second was not tried at all
+        assert caplog.text.count("stops writing for now, reading goes on: No space left on device") == 1
+        assert await get(store, 18, 19) == [Tier.DISK] * 2
+        disk.num_full, clock.now = 0, 6.0
+        await put(store, 102)
+        await put(store, 103)
+        assert store.match([key_of(102), key_of(103)]) == [Tier.DISK, Tier.MEMORY]
+        assert store.stats().write_failures == 2
+
+
+class SlowDisk(DiskTier):
+    """Writes blocks only while `gate` is open."""
+
+    gate = threading.Event()
+
+    def write(self, deletes, blocks):  # type: ignore[no-untyped-def]
+        assert self.gate.wait(20)
+        super().write(deletes, blocks)
+
+
+async def test_a_put_waits_for_a_slow_disk_so_that_the_queue_stays_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.writer.MAX_PENDING_BYTES", 3 * SLAB_BYTES)
+    SlowDisk.gate.clear()
+    async with opened(tmp_path, make_disk=SlowDisk) as store:
+        await put(store, 1, 2, 3, flush=False)
+        waiting = asyncio.create_task(put(store, 4, flush=False))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        SlowDisk.gate.set()
+        assert await waiting == [STORED]
+        await store.flush(FLUSH_S)
+        assert (store.stats().disk.num_blocks, store.stats().write_failures) == (4, 0)
+
+
+async def test_a_put_goes_on_without_a_disk_that_is_too_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.writer.MAX_PENDING_BYTES", SLAB_BYTES)
+    monkeypatch.setattr("kvstore.writer.ROOM_WAIT_S", 0.05)
+    SlowDisk.gate.clear()
+    async with opened(tmp_path, make_disk=SlowDisk) as store:
+        assert await put(store, 1, 2, flush=False) == [STORED, STORED]
+        assert store.match([key_of(2)]) == [Tier.MEMORY]
+        SlowDisk.gate.set()
+        await store.flush(FLUSH_S)
+        assert (store.stats().disk.num_blocks, store.stats().write_failures) == (1, 1)
+
+
+async def test_dead_readers_are_looked_for_from_time_to_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    async with opened(tmp_path, disk_bytes=MIN_DISK_BYTES, clock=clock) as store:
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", READER, str(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert reader.stdout is not None
+        await reader.stdout.readline()
+        reader.kill()
+        await reader.communicate()
+        await put(store, 1)
+        assert "dead LMDB readers" not in caplog.text
+        clock.now += 11
+        await put(store, 2)
+        assert "cleared 1 dead LMDB readers" in caplog.text
+
+
+READER = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1], map_size=1 << 20)
+with env.begin() as txn:
+    print(len(list(txn.cursor())), flush=True)
+    sys.stdin.read()
+"""
+
+
+async def test_a_stuck_foreign_reader_stops_writing_and_its_death_lets_it_go_on(tmp_path: Path) -> None:
+    """A reader keeps every page it sees; the file fills up in spite of all eviction, until the reader is gone."""
+    clock = Clock()
+    async with opened(tmp_path, memory_blocks=0, disk_bytes=MIN_DISK_BYTES, clock=clock) as store:
+        await put(store, *range(80))
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", READER, str(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert reader.stdout is not None
+        assert int(await reader.stdout.readline()) == 80
+        for number in range(100, 400):
+            await put(store, number)
+        assert store.stats().write_failures > 0
+        assert (tmp_path / "data.mdb").stat().st_size <= MIN_DISK_BYTES
+        reader.kill()
+        await reader.communicate()
+        clock.now += 120
+        for number in range(400, 700):
+            clock.now += 1
+            await put(store, number)
+        assert await get(store, 699) == [Tier.DISK]
+
+
+async def test_a_block_on_its_way_to_disk_is_served_after_memory_dropped_it(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=1) as store:
+        assert await put(store, 1, 2, 3, flush=False) == [STORED] * 3
+        assert await get(store, 1, 2, 3) == [Tier.MEMORY] * 3
+
+
+async def test_a_get_that_is_left_early_leaves_no_read_behind(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=0) as store:
+        await put(store, *range(6))
+        found = store.get([key_of(n) for n in range(6)])
+        await anext(found)
+        await found.aclose()
+        await asyncio.sleep(0)
+        assert "Store._read" not in {task.get_coro().__qualname__ for task in asyncio.all_tasks()}
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 150)),
+        st.tuples(st.just("get"), st.integers(0, 150)),
+        st.tuples(st.just("rot"), st.integers(0, 150)),
+        st.tuples(st.just("flush"), st.just(0)),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(operations)
+def test_whatever_happens_a_get_serves_the_bytes_that_were_put(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("store")
+    asyncio.run(run_steps(path, steps))
+
+
+async def run_steps(path: Path, steps: list[tuple[str, int]]) -> None:
+    put_numbers: set[int] = set()
+    while steps:
+        async with opened(path, memory_blocks=3, disk_bytes=MIN_DISK_BYTES) as store:
+            while steps:
+                step, number = steps.pop(0)
+                if step == "put":
+                    await put(store, *range(number, number + 5), flush=False)
+                    put_numbers.update(range(number, number + 5))
+                elif step == "get":
+                    served = await get(store, *range(number, number + 5))
+                    assert set(range(number, number + len(served))) <= put_numbers
+                elif step == "rot" and store._disk is not None:
+                    with store._disk._env.begin(write=True) as txn:
+                        if txn.get(key_of(number)):
+                            txn.put(key_of(number), record.pack(key_of(number), block_of(number + 1)))
+                elif step == "flush":
+                    await store.flush(FLUSH_S)
+                elif step == "restart":
+                    break
+                stats = store.stats()
+                assert stats.memory.num_bytes <= stats.memory.capacity_bytes
+                assert stats.disk.num_bytes <= stats.disk.capacity_bytes
+                assert stats.write_failures == 0
+    assert (path / "data.mdb").stat().st_size <= MIN_DISK_BYTES if path.joinpath("data.mdb").exists() else True
