@@ -28,7 +28,7 @@ class PagedKVCache:
         self.tensor = torch.zeros(num_blocks, *layout.slab_shape, dtype=DTYPES[layout.dtype], device=device)
         # One row a token position, K or V, of one layer: what `store` writes to.
         self._rows = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
-        self._bytes = memoryview(self.tensor.view(torch.uint8).view(-1).numpy()) if device == "cpu" else None
+        self._bytes = _raw_bytes(self.tensor) if device == "cpu" else None
 
     def keys(self, layer: int) -> Tensor:
         """View [num_blocks, block_tokens, H, D]."""
@@ -66,7 +66,7 @@ class PagedKVCache:
         return bytes(self._bytes[start : start + self.layout.slab_bytes])
 
     def write_slab(self, block_id: BlockId, payload: bytes | bytearray | memoryview) -> None:
-        """Fills one block, which the caller's reservation owns. Raises CorruptBlockError unless it is slab_bytes long."""
+        """Fills one block, which the caller's reservation owns. CorruptBlockError unless slab_bytes are given."""
         source = memoryview(payload).cast("B")
         if source.nbytes != self.layout.slab_bytes:
             raise CorruptBlockError(f"a slab of {source.nbytes} bytes; this layout's have {self.layout.slab_bytes}")
@@ -76,3 +76,8 @@ class PagedKVCache:
             return
         start = block_id * self.layout.slab_bytes
         self._bytes[start : start + self.layout.slab_bytes] = source
+
+
+def _raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's own memory as bytes, writable."""
+    return tensor.view(torch.uint8).view(-1).numpy().data

@@ -74,7 +74,9 @@ def from_gguf(metadata: Mapping[str, Any], *, vocab_size: int, tie_word_embeddin
     """
     architecture = metadata.get("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
-        raise ModelFileError(f"GGUF architecture {architecture!r} is not served; known are {_names(GGUF_ARCHITECTURES)}")
+        raise ModelFileError(
+            f"GGUF architecture {architecture!r} is not served; known are {_names(GGUF_ARCHITECTURES)}"
+        )
 
     def key(name: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{name}", default)

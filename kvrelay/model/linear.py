@@ -40,7 +40,7 @@ def make_linear(weight_OI: Tensor) -> Linear:
 
 def _can_pack(weight_OI: Tensor) -> bool:
     """The packing operators are torch's own, used by its inductor, but not public: probed, never presumed."""
-    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators = torch.ops.mkldnn
     if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):

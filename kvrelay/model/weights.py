@@ -1,0 +1,74 @@
+"""Reads a model from disk into a decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvrelay.kv.cache import DTYPES
+from kvrelay.model.attention import choose_backend
+from kvrelay.model.config import ModelConfig
+from kvrelay.model.decoder import Decoder, DecoderLayer
+from kvrelay.model.gguf_weights import GGUFWeights
+from kvrelay.model.hf_weights import HFWeights
+from kvrelay.model.linear import Linear, make_linear
+from kvrelay.model.rotary import RotaryTable
+from kvrelay.model.weight_source import WeightSource, check_shape
+
+
+def load_decoder(path: Path, *, dtype: str, device: str = "cpu") -> tuple[ModelConfig, Decoder]:
+    """A decoder from a GGUF file or a Hugging Face directory. `dtype` is a key of kvrelay.kv.cache.DTYPES.
+
+    Weights become float32 first, then `dtype`. Raises ModelFileError naming what is missing, broken or not served.
+    """
+    source: WeightSource = HFWeights(path) if path.is_dir() else GGUFWeights(path)
+    return source.config, _Builder(source, DTYPES[dtype], device).decoder(dtype)
+
+
+class _Builder:
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: str) -> None:
+        self._source = source
+        self._config = source.config
+        self._dtype = dtype
+        self._device = device
+
+    def decoder(self, dtype: str) -> Decoder:
+        config = self._config
+        embedding_VC = self._weight("model.embed_tokens", config.vocab_size, config.hidden_size)
+        head_VC = embedding_VC
+        if not config.tie_word_embeddings:
+            head_VC = self._weight("lm_head", config.vocab_size, config.hidden_size)
+        return Decoder(
+            config,
+            dtype,
+            embedding_VC=embedding_VC,
+            layers=[self._layer(f"model.layers.{index}") for index in range(config.num_layers)],
+            norm_C=self._weight("model.norm", config.hidden_size),
+            lm_head=make_linear(head_VC),
+            rotary=RotaryTable(config, self._dtype, self._device, self._source.rope_divisors()),
+            attention=choose_backend(self._device),
+        )
+
+    def _layer(self, at: str) -> DecoderLayer:
+        config = self._config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q, k, v = f"{at}.self_attn.q_proj", f"{at}.self_attn.k_proj", f"{at}.self_attn.v_proj"
+        return DecoderLayer(
+            attention_norm_C=self._weight(f"{at}.input_layernorm", hidden),
+            qkv=self._linear({q: num_q, k: num_kv, v: num_kv}, hidden),
+            output=self._linear({f"{at}.self_attn.o_proj": hidden}, num_q),
+            mlp_norm_C=self._weight(f"{at}.post_attention_layernorm", hidden),
+            gate_up=self._linear({f"{at}.mlp.gate_proj": inner, f"{at}.mlp.up_proj": inner}, hidden),
+            down=self._linear({f"{at}.mlp.down_proj": hidden}, inner),
+        )
+
+    def _linear(self, outputs: dict[str, int], num_inputs: int) -> Linear:
+        """One linear whose outputs are those of several, laid end to end."""
+        return make_linear(torch.cat([self._weight(name, rows, num_inputs) for name, rows in outputs.items()]))
+
+    def _weight(self, name: str, *shape: int) -> Tensor:
+        tensor = check_shape(f"{name}.weight", self._source.tensor(f"{name}.weight"), shape)
+        return tensor.to(self._device, self._dtype)
