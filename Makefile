@@ -46,7 +46,7 @@ proto: $(INSTALLED)  ## generate kvrelay/pb from proto/
 config-table: $(INSTALLED)  ## write the configuration tables of the README
 	$(BIN)/python -m kvrelay.config_table README.md
 
-bench: $(INSTALLED)  ## measure; see bench/README.md
+bench: $(INSTALLED)  ## measure a running cluster; ARGS="--concurrency 16 --prompt-tokens 1024"
 	$(BIN)/python -m bench $(ARGS)
 
 clean:  ## remove what the other targets made; the downloaded model stays

@@ -196,7 +196,7 @@ def _make_cluster(
 def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
     """What a newcomer needs now: addresses, and three calls that work as they are written."""
     coordinator = roles[0]
-    program = "kvrelay" if shutil.which("kvrelay") else os.path.relpath(sys.argv[0])
+    program = _program()
     where = "" if coordinator.address == f"127.0.0.1:{DEFAULT_PORT_BASE}" else f" --address {coordinator.address}"
     rows = [
         f"  {role.name:15} {role.address:21} metrics http://{role.host}:{role.metrics_port}/metrics" for role in roles
@@ -208,3 +208,11 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
     ]
     logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
     return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, "", logs, ""])
+
+
+def _program() -> str:
+    """How to call this command from the same directory."""
+    if shutil.which("kvrelay"):
+        return "kvrelay"
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "kvrelay" else f"{sys.executable} -m kvrelay.cli"

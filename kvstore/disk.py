@@ -51,7 +51,7 @@ class DiskTier:
         except BaseException:
             self._directory.close(clean=False)
             raise
-        self._env.reader_check()
+        self.check_readers()
 
     def scan(self) -> list[tuple[bytes, int]]:
         """Keys that are here with their records' sizes; reads no slab."""
@@ -101,12 +101,18 @@ class DiskTier:
 
     def may_grow(self, headroom_bytes: int) -> bool:
         """Whether the device has that much left. Once it has nothing, LMDB cannot even delete: that takes new pages."""
-        device = os.statvfs(self._directory.path)
+        try:
+            device = os.statvfs(self._directory.path)
+        except OSError as error:
+            raise DiskFailedError(f"cannot look at {self._directory.path}: {error.strerror}") from error
         return device.f_bavail * device.f_frsize >= headroom_bytes
 
     def check_readers(self) -> None:
         """Clears the slots of readers that were killed, whose snapshots keep pages from being used again."""
-        num_cleared = self._env.reader_check()
+        try:
+            num_cleared = self._env.reader_check()
+        except lmdb.Error as error:
+            raise DiskFailedError(f"LMDB cannot check its readers: {error}") from error
         if num_cleared:
             logger.warning("cleared %d dead LMDB readers", num_cleared)
 
@@ -125,18 +131,32 @@ class DiskTier:
     def _open(self) -> lmdb.Environment:
         if self._directory.data_bytes() > self.disk_bytes:
             self._directory.wipe(f"its file is larger than the {self.disk_bytes} bytes allowed now")
+        env = self._open_env()
         try:
-            env = self._open_env()
+            self._check(env)
         except lmdb.Error as error:
-            self._directory.wipe(f"LMDB cannot open it: {error}")
-            return self._open_env()
-        if (env.info()["last_pgno"] + 1) * env.stat()["psize"] > self._directory.data_bytes():
             env.close()
-            self._directory.wipe("its file is truncated")
-            return self._open_env()
+            self._directory.wipe(f"LMDB cannot read it: {error}")
+            env = self._open_env()
         return env
 
+    def _check(self, env: lmdb.Environment) -> None:
+        """Walks the keys: what is damaged is found now, not by a request. Raises lmdb.Error."""
+        if (env.info()["last_pgno"] + 1) * env.stat()["psize"] > self._directory.data_bytes():
+            raise lmdb.CorruptedError("the file is truncated")
+        with env.begin() as txn, txn.cursor() as cursor:
+            for _ in cursor.iternext(values=False):
+                pass
+
     def _open_env(self) -> lmdb.Environment:
+        """Starts empty where LMDB refuses the file."""
+        try:
+            return self._open_file()
+        except lmdb.Error as error:
+            self._directory.wipe(f"LMDB cannot open it: {error}")
+            return self._open_file()
+
+    def _open_file(self) -> lmdb.Environment:
         """No fsync: see kvstore.directory. Read-ahead, without which cold reads are ten times slower."""
         return lmdb.open(
             str(self._directory.path),

@@ -32,7 +32,7 @@ class StoreCollector(Collector):
             hits.add_metric([tier], holdings.hits)
             evictions.add_metric([tier], holdings.evictions)
         yield from (blocks, used, capacity, hits, evictions)
-        yield CounterMetricFamily("kvrelay_store_misses", "Gets that ended before their last block.", stats.misses)
+        yield CounterMetricFamily("kvrelay_store_misses", "Blocks asked for and not served.", stats.misses)
         yield CounterMetricFamily("kvrelay_store_corrupt", "Blocks that failed their proof.", stats.corrupt)
         yield CounterMetricFamily(
             "kvrelay_store_write_failures", "Blocks that were not written to disk.", stats.write_failures

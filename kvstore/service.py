@@ -16,7 +16,7 @@ from kvrelay.kv.hashing import HASH_BYTES, ChecksumChain
 from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import convert, raw
 from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
-from kvrelay.types import BlockHash, Tier
+from kvrelay.types import BlockHash
 from kvstore.block import StoredBlock, namespace_key
 from kvstore.store import PutOutcome, Store
 
@@ -39,9 +39,8 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         server.add_generic_rpc_handlers((transfer,))
 
     async def Match(self, request: kvstore_pb2.MatchRequest, context: Context) -> kvstore_pb2.MatchReply:
-        tiers = self._store.match(_keys(request.namespace, request.block_hashes))
-        if not request.each and Tier.NONE in tiers:
-            tiers = tiers[: tiers.index(Tier.NONE)]
+        keys = _keys(request.namespace, request.block_hashes)
+        tiers = self._store.match(keys) if request.each else self._store.match_prefix(keys)
         return kvstore_pb2.MatchReply(tiers=[convert.tier_to_pb(tier) for tier in tiers])
 
     async def Stats(self, request: kvstore_pb2.StatsRequest, context: Context) -> kvstore_pb2.StatsReply:

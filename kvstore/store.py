@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvrelay.errors import CorruptBlockError
 from kvrelay.types import Tier
@@ -85,6 +85,12 @@ class Store:
     def match(self, keys: Sequence[bytes]) -> list[Tier]:
         """Where each block is, by the books alone; NONE where it is not. Changes nothing, not even the age."""
         return [self._tier_of(key) for key in keys]
+
+    def match_prefix(self, keys: Sequence[bytes]) -> list[Tier]:
+        """Tiers of the longest prefix that is here; what is asked for beyond it counts as missed."""
+        tiers = list(takewhile(lambda tier: tier is not Tier.NONE, map(self._tier_of, keys)))
+        self._num_misses += len(keys) - len(tiers)
+        return tiers
 
     async def get(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[StoredBlock, Tier], None]:
         """The blocks in order, each proven now, until the first that is not here or fails its proof."""

@@ -154,11 +154,8 @@ class DiskWriter:
         return batch
 
     async def _write_batch(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
-        num_bytes = _sum_bytes(batch)
-        if not await self._run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
-            self._evict(self.lru.pop_oldest(num_bytes))
-        self._evict(self.lru.make_room(num_bytes))
         try:
+            await self._make_place(_sum_bytes(batch))
             await self._write_with_recovery(batch)
         except (DiskFullError, DiskFailedError) as error:
             self.num_failures += len(batch)
@@ -170,6 +167,11 @@ class DiskWriter:
             del self._pending[key]
             self._pending_bytes -= block.num_bytes
         self._progress.set()
+
+    async def _make_place(self, num_bytes: int) -> None:
+        if not await self._run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
+            self._evict(self.lru.pop_oldest(num_bytes))
+        self._evict(self.lru.make_room(num_bytes))
 
     def _finish(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
         if self._circuit.is_open:

@@ -6,11 +6,11 @@ modification times of the hashed files stay as they were. Where that file cannot
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 from kvrelay.errors import ModelFileError
@@ -84,10 +84,12 @@ def _read_cache(cache_path: Path, stamp: dict[str, list[int]]) -> str | None:
 
 
 def _write_cache(cache_path: Path, stamp: dict[str, list[int]], fingerprint: str) -> None:
-    content = json.dumps({"files": stamp, "fingerprint": fingerprint})
+    """By rename, so that a node reading at the same time sees all or nothing."""
+    draft = cache_path.with_name(f"{cache_path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=cache_path.parent, prefix=cache_path.name, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, cache_path)
+        draft.write_text(json.dumps({"files": stamp, "fingerprint": fingerprint}))
+        draft.replace(cache_path)
     except OSError as error:
         _log.info("the model fingerprint is not kept beside the model: %s", error)
+        with contextlib.suppress(OSError):
+            draft.unlink()

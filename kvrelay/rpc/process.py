@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.metadata
 import logging
 import os
 import secrets
@@ -81,7 +82,6 @@ def run(make_app: MakeApp[C], config: C, role: Role) -> int:
     Prints "READY <role> <address>" on stdout when the role first is ready, and one line on stderr when it cannot start.
     """
     tune_malloc()
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     instance_id = InstanceId(secrets.token_hex(8))
     log.setup(config.log_level, config.log_format, role.value, instance_id)
     try:
@@ -120,7 +120,7 @@ def _fail(role: Role, error: KVRelayError) -> int:
 
 
 async def _serve(make_app: MakeApp[C], config: C, role: Role, instance_id: InstanceId) -> None:
-    registry = metrics.new_registry(role.value, instance_id)
+    registry = metrics.new_registry(role.value, instance_id, _version())
     server = rpc_server.make_server(on_error=_error_counter(registry))
     async with AsyncExitStack() as closing:
         app = make_app(config, instance_id, registry)
@@ -213,6 +213,13 @@ def _signals() -> Iterator[_Signals]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvrelay")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a checkout that is not installed
 
 
 def _error_counter(registry: CollectorRegistry) -> rpc_server.OnError:

@@ -27,9 +27,7 @@ Behavior = Callable[[Any, Context], Any]
 OnError = Callable[[str, str], None]  # method, error code
 
 
-def make_server(
-    *, on_error: OnError | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES, host: str = ""
-) -> grpc.aio.Server:
+def make_server(*, on_error: OnError | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
     """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one."""
     options = (
         *KEEPALIVE_OPTIONS,

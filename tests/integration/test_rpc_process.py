@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import re
 import signal
 import socket
+import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -242,5 +244,30 @@ def test_the_address_told_to_others(host: str, advertise: str, address: str) -> 
     assert process.advertised_address(RoleConfig(host=host, advertise=advertise), 7420) == address
 
 
-def test_malloc_can_be_tuned_here() -> None:
-    process.tune_malloc()
+PAGE_FAULTS_OF_LARGE_MESSAGES = """
+import resource, sys
+from kvrelay.rpc.process import tune_malloc
+
+def come_and_go():
+    messages = [b"x" * 2**22 for _ in range(8)]
+
+if "tuned" in sys.argv:
+    tune_malloc()
+come_and_go()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    come_and_go()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(*argv: str) -> int:
+    command = [sys.executable, "-c", PAGE_FAULTS_OF_LARGE_MESSAGES, *argv]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    return int(subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, check=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_memory_of_large_messages_is_kept_once_malloc_is_tuned() -> None:
+    assert page_faults() > 10_000
+    assert page_faults("tuned") < 1_000

@@ -75,6 +75,17 @@ async def test_kill_9_loses_nothing_that_was_written(tmp_path: Path) -> None:
         assert await held(client) == [Tier.DISK] * len(BLOCKS)
 
 
+async def test_kill_9_in_the_middle_of_writing_leaves_only_right_blocks(tmp_path: Path) -> None:
+    for _ in range(3):
+        async with running(tmp_path) as (process, client):
+            assert await client.match([block_hash for block_hash, _ in BLOCKS]) == await held(client)
+            putting = asyncio.create_task(client.put(BLOCKS))
+            while await client.missing([BLOCKS[5][0]]):
+                pass
+            process.kill()
+            await putting
+
+
 async def test_a_second_process_on_the_same_path_says_so_in_one_line(tmp_path: Path) -> None:
     async with running(tmp_path) as (first, client):
         second = await spawn(tmp_path)

@@ -127,9 +127,11 @@ async def test_stats_tell_what_happened() -> None:
         await client.put([block(1), block(2), block(3)])
         await fetch(client, 2, 3)
         await fetch(client, 1)
+        await client.match(hashes(2, 3, 1, 4))
+        await client.missing(hashes(1, 4))
         async with open_channel(served.address) as channel:
             stats = await kvstore_pb2_grpc.KVStoreStub(channel).Stats(kvstore_pb2.StatsRequest())
-        assert (stats.memory.num_blocks, stats.memory.hits, stats.memory.evictions, stats.misses) == (2, 2, 1, 1)
+        assert (stats.memory.num_blocks, stats.memory.hits, stats.memory.evictions, stats.misses) == (2, 2, 1, 3)
         assert stats.memory.num_bytes == stats.memory.capacity_bytes == 2 * SLAB_BYTES
 
 

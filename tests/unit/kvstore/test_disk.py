@@ -121,6 +121,16 @@ def test_a_file_that_is_no_lmdb_is_replaced(tmp_path: Path) -> None:
     assert holds(tmp_path) == 0
 
 
+def test_a_file_with_lost_pages_is_replaced(tmp_path: Path) -> None:
+    """The meta pages are right, all others are zeros, as after a crash of the machine."""
+    tier = open_tier(tmp_path)
+    write(tier, *range(20))
+    tier.close()
+    data = tmp_path / "data.mdb"
+    data.write_bytes(data.read_bytes()[:8192] + bytes(data.stat().st_size - 8192))
+    assert holds(tmp_path) == 0
+
+
 def test_a_truncated_file_is_replaced(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     write(tier, *range(20))

@@ -1,6 +1,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -136,6 +137,16 @@ async def test_bytes_that_rot_in_memory_fall_back_to_disk(tmp_path: Path) -> Non
         assert store.stats().corrupt == 1
 
 
+async def test_bytes_that_rot_in_memory_are_dropped() -> None:
+    async with opened(None) as store:
+        payload = bytearray(block_of(1).payload)
+        await store.put(key_of(1), StoredBlock(payload, block_of(1).checksum))
+        payload[0] ^= 1
+        assert await get(store, 1) == []
+        assert store.match([key_of(1)]) == [Tier.NONE]
+        assert (store.stats().corrupt, store.stats().memory.num_blocks) == (1, 0)
+
+
 async def test_memory_stays_within_its_bound_and_drops_a_chains_tail_first() -> None:
     async with opened(None, memory_blocks=4) as store:
         await put(store, 1, 2, 3, 4)
@@ -236,6 +247,7 @@ async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_tria
         await put(store, 100)
         await put(store, 101)
         assert store.stats().write_failures == 2
+        assert disk.num_full == 1_000 - 3  # the first block's three tries; the second was not tried at all
         assert caplog.text.count("stops writing for now, reading goes on: No space left on device") == 1
         assert await get(store, 18, 19) == [Tier.DISK] * 2
         disk.num_full, clock.now = 0, 6.0
@@ -243,6 +255,62 @@ async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_tria
         await put(store, 103)
         assert store.match([key_of(102), key_of(103)]) == [Tier.DISK, Tier.MEMORY]
         assert store.stats().write_failures == 2
+
+
+class SlowDisk(DiskTier):
+    """Writes blocks only while `gate` is open."""
+
+    gate = threading.Event()
+
+    def write(self, deletes, blocks):  # type: ignore[no-untyped-def]
+        assert self.gate.wait(20)
+        super().write(deletes, blocks)
+
+
+async def test_a_put_waits_for_a_slow_disk_so_that_the_queue_stays_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.writer.MAX_PENDING_BYTES", 3 * SLAB_BYTES)
+    SlowDisk.gate.clear()
+    async with opened(tmp_path, make_disk=SlowDisk) as store:
+        await put(store, 1, 2, 3, flush=False)
+        waiting = asyncio.create_task(put(store, 4, flush=False))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        SlowDisk.gate.set()
+        assert await waiting == [STORED]
+        await store.flush(FLUSH_S)
+        assert (store.stats().disk.num_blocks, store.stats().write_failures) == (4, 0)
+
+
+async def test_a_put_goes_on_without_a_disk_that_is_too_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.writer.MAX_PENDING_BYTES", SLAB_BYTES)
+    monkeypatch.setattr("kvstore.writer.ROOM_WAIT_S", 0.05)
+    SlowDisk.gate.clear()
+    async with opened(tmp_path, make_disk=SlowDisk) as store:
+        assert await put(store, 1, 2, flush=False) == [STORED, STORED]
+        assert store.match([key_of(2)]) == [Tier.MEMORY]
+        SlowDisk.gate.set()
+        await store.flush(FLUSH_S)
+        assert (store.stats().disk.num_blocks, store.stats().write_failures) == (1, 1)
+
+
+async def test_dead_readers_are_looked_for_from_time_to_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    async with opened(tmp_path, disk_bytes=MIN_DISK_BYTES, clock=clock) as store:
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", READER, str(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert reader.stdout is not None
+        await reader.stdout.readline()
+        reader.kill()
+        await reader.communicate()
+        await put(store, 1)
+        assert "dead LMDB readers" not in caplog.text
+        clock.now += 11
+        await put(store, 2)
+        assert "cleared 1 dead LMDB readers" in caplog.text
 
 
 READER = """

@@ -1,0 +1,67 @@
+"""Asking a real cluster, and waiting until it holds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.client import AsyncClient
+from kvrelay.rpc.convert_inference import ClusterStatus
+from kvrelay.types import RequestFinished, Role, SamplingParams, TokenPrompt, TokensGenerated
+
+ANSWER_TIMEOUT_S = 120.0
+QUIET_TIMEOUT_S = 15.0
+GREEDY_64 = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: RequestFinished | None = None
+
+    @property
+    def end(self) -> RequestFinished:
+        assert self.finished is not None
+        return self.finished
+
+
+async def ask(client: AsyncClient, prompt_ids: Sequence[int], sampling: SamplingParams = GREEDY_64) -> Answer:
+    """One whole answer; raises what the cluster says went wrong."""
+    answer = Answer()
+    async for event in client.generate(TokenPrompt(tuple(prompt_ids)), sampling, timeout_s=ANSWER_TIMEOUT_S):
+        if isinstance(event, TokensGenerated):
+            answer.token_ids += [token.token_id for token in event.tokens]
+            answer.text += event.text
+        elif isinstance(event, RequestFinished):
+            answer.finished = event
+    return answer
+
+
+def holds_nothing(status: ClusterStatus, num_nodes: int) -> bool:
+    """Every pool's blocks are free or cached, nothing runs, waits or is reserved, and every node answers."""
+    nodes = [report for report in status.nodes if report.info.role in (Role.PREFILL_NODE, Role.DECODE_NODE)]
+    return (
+        len(nodes) == num_nodes
+        and status.num_running == status.num_queued == 0
+        and all(
+            report.status.ready
+            and report.status.blocks.total > 0
+            and report.status.blocks.free + report.status.blocks.cached == report.status.blocks.total
+            and report.status.num_running == report.status.num_waiting == report.status.num_reservations == 0
+            for report in nodes
+        )
+    )
+
+
+async def wait_until_quiet(client: AsyncClient, num_nodes: int) -> None:
+    """Fails unless the cluster lets go of everything; polls, since what is awaited is another process's state."""
+    status: ClusterStatus | None = None
+    try:
+        async with asyncio.timeout(QUIET_TIMEOUT_S):
+            while status is None or not holds_nothing(status, num_nodes):
+                await asyncio.sleep(0.05)
+                status = await client.status()
+    except TimeoutError:
+        raise AssertionError(f"still held after {QUIET_TIMEOUT_S} s: {status}") from None

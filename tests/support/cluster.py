@@ -1,0 +1,199 @@
+"""A real cluster for end-to-end tests: one operating-system process a role, on loopback.
+
+Every process announces itself with one line `READY <role> <address>` on stdout; logs go to files that a failing
+test shows. Coordinator and kvstore are started with torch made unimportable, which they must not need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+WITHOUT_TORCH = ("coordinator", "kvstore")
+
+
+def free_port() -> int:
+    """A port nobody listens on now, for a role that must come back on the same one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class RoleProcess:
+    """One role as a child process."""
+
+    role: str
+    args: list[str]
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = None
+    address: str = ""
+    metrics_port: int = 0
+
+    def start(self) -> None:
+        self.metrics_port = free_port()
+        entry = "from kvrelay.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+        if self.role in WITHOUT_TORCH:
+            entry = "import sys; sys.modules['torch'] = None; " + entry
+        command = [sys.executable, "-c", entry, self.role, *self.args, "--metrics-port", str(self.metrics_port)]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, env=dict(os.environ, PYTHONPATH=str(ROOT)), cwd=ROOT
+            )
+
+    def wait_ready(self) -> None:
+        """Blocks until the READY line, at most START_TIMEOUT_S; shows the log when the process died instead."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        line = b""
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                raise TimeoutError(f"{self.role} was not ready within {START_TIMEOUT_S:.0f} s:\n{self.log()}")
+            piece = os.read(self.process.stdout.fileno(), 4096)
+            if not piece:
+                raise RuntimeError(f"{self.role} ended with {self.process.wait()} before it was ready:\n{self.log()}")
+            line += piece
+        word, role, address = line.decode().split()
+        assert (word, role) == ("READY", self.role)
+        self.address = address
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, then the exit code; a process that does not drain in time is a failure."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def restart(self) -> None:
+        self.start()
+        self.wait_ready()
+
+    def wait(self) -> int:
+        assert self.process is not None
+        code = self.process.wait(STOP_TIMEOUT_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")[-6000:] if self.log_path.exists() else ""
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of this name whose labels include these."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as reply:
+            text = reply.read().decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@dataclass
+class Cluster:
+    """Coordinator, kvstore (optional), prefill and decode nodes."""
+
+    model: Path
+    directory: Path
+    dtype: str = "float32"
+    num_prefill: int = 1
+    num_decode: int = 1
+    with_store: bool = True
+    num_blocks: int = 1024
+    coordinator_args: list[str] = field(default_factory=list)
+    prefill_args: list[str] = field(default_factory=list)
+    decode_args: list[str] = field(default_factory=list)
+    store_args: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store_port = free_port()
+        self.address = f"127.0.0.1:{free_port()}"
+        args = ["--model", str(self.model), "--port", self.address.rpartition(":")[2]]
+        self.coordinator = self._role("coordinator", 0, [*args, *self.coordinator_args])
+        self.prefill: list[RoleProcess] = []
+        self.decode: list[RoleProcess] = []
+        self.store: RoleProcess | None = None
+
+    @property
+    def roles(self) -> list[RoleProcess]:
+        return [self.coordinator, *([self.store] if self.store else []), *self.prefill, *self.decode]
+
+    def start(self) -> None:
+        if self.with_store:
+            path = self.directory / "store"
+            args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", self.address]
+            self.store = self._role("kvstore", 0, [*args, *self.store_args])
+        self.prefill = [self._node("prefill-node", i, self.prefill_args) for i in range(self.num_prefill)]
+        self.decode = [self._node("decode-node", i, self.decode_args) for i in range(self.num_decode)]
+        for role in self.roles:
+            role.start()
+        for role in self.roles:
+            role.wait_ready()
+
+    def stop(self) -> dict[str, int]:
+        """Drains every role that still runs; exit codes by log name."""
+        codes: dict[str, int] = {}
+        for role in reversed(self.roles):
+            if role.running:
+                codes[role.log_path.stem] = role.stop()
+        return codes
+
+    def kill(self) -> None:
+        for role in self.roles:
+            if role.running:
+                role.signal(signal.SIGCONT)
+                role.kill()
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {role.log_path.stem}\n{role.log()}" for role in self.roles)
+
+    def _role(self, role: str, index: int, args: list[str]) -> RoleProcess:
+        return RoleProcess(role, args, self.directory / f"{role}-{index}.log")
+
+    def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
+        args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]
+        args += ["--num-blocks", str(self.num_blocks), "--coordinator", self.address]
+        if self.store is not None:
+            args += ["--kvstore", f"127.0.0.1:{self.store_port}"]
+        return self._role(role, index, [*args, *extra])
+
+
+@contextlib.contextmanager
+def running(cluster: Cluster) -> Iterator[Cluster]:
+    """Starts the cluster, and at the end drains it and demands a clean exit of all that still run."""
+    try:
+        cluster.start()
+        yield cluster
+        codes = cluster.stop()
+        assert set(codes.values()) <= {0}, f"exit codes {codes}\n{cluster.logs()}"
+    finally:
+        cluster.kill()
