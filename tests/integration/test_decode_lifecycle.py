@@ -57,7 +57,7 @@ async def read_all(events: Events) -> tuple[list[int], DecodeFinished]:
 
 async def opened(harness: Harness) -> None:
     """Every reservation has its Decode call, so that no lease can lapse."""
-    while harness.node.reservations.next_deadline() is not None:  # noqa: ASYNC110 - the server runs in this very loop
+    while harness.node.reservations.next_deadline() is not None:  # the server runs in this very loop
         await asyncio.sleep(0)
 
 
