@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from decode_node.scheduler import Scheduler
@@ -20,6 +20,7 @@ from kvrelay.types import (
     BlockId,
     CachedTokens,
     DecodeFinished,
+    FinishReason,
     GeneratedToken,
     ReservationId,
 )
@@ -71,7 +72,12 @@ class _Member:
     reservation_id: ReservationId
     joined_at: float
     num_cached_tokens: int | None = None  # prompt tokens found here; None after a handoff
-    compute_s: float = 0.0  # from joining to the first token
+    compute_s: float | None = None  # from joining to the first token
+
+    def finished(self, reason: FinishReason) -> DecodeFinished:
+        if self.num_cached_tokens is None or self.compute_s is None:
+            return DecodeFinished(reason)
+        return DecodeFinished(reason, CachedTokens(device=self.num_cached_tokens), self.compute_s)
 
 
 class DecodeCore:
@@ -203,16 +209,14 @@ class DecodeCore:
         if token is None:
             return None
         member = self._members[sequence]
-        if member.num_cached_tokens is not None and member.compute_s == 0.0:
+        if member.compute_s is None:
             member.compute_s = self._clock() - member.joined_at
         sequence.append(token.token_id)
         reason = sequence.finish_reason(self._info.eos_token_ids, self._info.max_model_len)
-        advanced = SequenceAdvanced(member.reservation_id, token)
         if reason is None:
-            return advanced
-        cached = CachedTokens(device=member.num_cached_tokens or 0)
+            return SequenceAdvanced(member.reservation_id, token)
         self._let_go(sequence)
-        return replace(advanced, finished=DecodeFinished(reason, cached, member.compute_s))
+        return SequenceAdvanced(member.reservation_id, token, member.finished(reason))
 
     def _register(self, sequence: Sequence) -> list[BlockHash]:
         """Names the blocks that became full; gives the hashes that were new to the pool."""

@@ -24,6 +24,7 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.layout import ModelInfo
+from kvrelay.kv.pool import Reservation
 from kvrelay.types import (
     BlockHash,
     DecodeFinished,
@@ -78,6 +79,7 @@ class DecodeNode:
         self.reservations = Reservations(lease_s)
         self._requests: dict[ReservationId, Request] = {}
         self._max_requests = max_requests
+        self._num_reserving = 0  # Reserve calls that wait for the engine
         self._load = load
         self._changed = changed
         self._offer = offer
@@ -100,28 +102,18 @@ class DecodeNode:
         """
         self._check_ready()
         check_request(request, num_tokens, self.info)
-        if len(self._requests) >= self._max_requests:
-            raise OverloadedError(f"{len(self._requests)} requests hold blocks here; at most {self._max_requests} may")
+        if self._num_taken >= self._max_requests:
+            raise OverloadedError(f"{self._num_taken} requests hold blocks here; at most {self._max_requests} may")
         layout = self.info.layout
         root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
         sequence = Sequence.create(request, root, layout.block_tokens)
-        prefix = tuple(sequence.block_hashes[: sequence.num_reusable_blocks])
         reservation_id = ReservationId(uuid.uuid4().hex)
-        try:
-            reserved = await self.engine.call(
-                lambda core: core.reserve(reservation_id, prefix, layout.blocks_for(num_tokens))
-            )
-        except asyncio.CancelledError:
-            self._give_back(reservation_id)
-            raise
-        if self._draining:
-            self._give_back(reservation_id)
-            self._check_ready()
+        reserved = await self._set_aside(reservation_id, sequence, layout.blocks_for(num_tokens))
+        sequence.num_computed_tokens = reserved.num_cached * layout.block_tokens
+        sequence.num_registered_blocks = reserved.num_cached
         entry = self.reservations.grant(
             reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached, self.clock()
         )
-        sequence.num_computed_tokens = reserved.num_cached * layout.block_tokens
-        sequence.num_registered_blocks = reserved.num_cached
         self._requests[reservation_id] = Request(entry, TokenStream(), asyncio.Event())
         self._empty.clear()
         self._arm_lease_timer()
@@ -203,7 +195,7 @@ class DecodeNode:
             blocks=load.blocks,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
-            num_slots_free=max(0, self._max_requests - len(self._requests)) if self.ready else 0,
+            num_slots_free=max(0, self._max_requests - self._num_taken) if self.ready else 0,
             num_reservations=self.reservations.num_pending,
         )
 
@@ -234,6 +226,24 @@ class DecodeNode:
         self._end_all(UnavailableError("the decode node has shut down; resume on another"))
         if self._lease_timer is not None:
             self._lease_timer.cancel()
+
+    @property
+    def _num_taken(self) -> int:
+        return len(self._requests) + self._num_reserving
+
+    async def _set_aside(self, reservation_id: ReservationId, sequence: Sequence, num_blocks: int) -> Reservation:
+        """Asks the engine, which comes to it between two steps; nothing stays with it if nobody waits any more."""
+        prefix = tuple(sequence.block_hashes[: sequence.num_reusable_blocks])
+        self._num_reserving += 1
+        try:
+            reserved = await self.engine.call(lambda core: core.reserve(reservation_id, prefix, num_blocks))
+            self._check_ready()  # a drain may have begun meanwhile
+        except (asyncio.CancelledError, UnavailableError):
+            self._give_back(reservation_id)
+            raise
+        finally:
+            self._num_reserving -= 1
+        return reserved
 
     def _check_ready(self) -> None:
         if self._draining:

@@ -20,6 +20,7 @@ from kvrelay.types import (
     NodeRequest,
     ReservationGranted,
     ReservationId,
+    TokensDecoded,
 )
 from tests.support.decode_harness import (
     Handoff,
@@ -299,3 +300,13 @@ async def test_statuses_are_those_of_the_table() -> None:
         assert await call.code() == grpc.StatusCode.DATA_LOSS
         assert await call.details() == "BLOCK frame, block 0: payload fails its checksum"
         await harness.client.release(granted.reservation_id)
+
+
+async def test_after_a_broken_stream_the_node_may_compute_the_prompt_itself() -> None:
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        with pytest.raises(CorruptBlockError, match="ended before its END frame"):
+            await hand_over(harness, handoff(harness, granted).messages()[:3])
+        events = harness.client.decode(granted.reservation_id, compute_tail=True)
+        token_ids = [t.token_id async for e in events if isinstance(e, TokensDecoded) for t in e.tokens]
+        assert token_ids == [20, 21, 22, 23]

@@ -57,7 +57,7 @@ async def read_all(events: Events) -> tuple[list[int], DecodeFinished]:
 
 async def opened(harness: Harness) -> None:
     """Every reservation has its Decode call, so that no lease can lapse."""
-    while harness.node.reservations.next_deadline() is not None:
+    while harness.node.reservations.next_deadline() is not None:  # the server runs in this very loop
         await asyncio.sleep(0)
 
 
@@ -238,6 +238,24 @@ async def test_too_many_requests_are_overloaded() -> None:
             await reserve(harness)
         for one in granted:
             await harness.client.release(one.reservation_id)
+
+
+async def test_reserves_that_wait_for_the_engine_count_too() -> None:
+    runner = FakeRunner()
+    async with decode_node(runner=runner, num_blocks=64, max_requests=3) as harness:
+        gate = Gate(runner)
+        granted = await reserve(harness)
+        events = harness.client.decode(granted.reservation_id, compute_tail=True)
+        await gate.reached()
+        waiting = [asyncio.create_task(reserve(harness)) for _ in range(3)]
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(OverloadedError, match="3 requests hold blocks here; at most 3 may"):
+            await done.pop()
+        gate.open()
+        await read_all(events)
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            if isinstance(outcome, ReservationGranted):
+                await harness.client.release(outcome.reservation_id)
 
 
 async def test_a_lapsed_lease_frees_the_blocks_and_ends_the_stream() -> None:
