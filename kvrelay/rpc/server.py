@@ -11,9 +11,10 @@ from contextlib import aclosing
 from typing import Any, Never
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
-from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
 from kvrelay.rpc import convert, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 
@@ -97,8 +98,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         run = getattr(handler, arity)
         if inspect.isasyncgenfunction(run):
             run = _writing(run)
+        deserialize = handler.request_deserializer
+        if deserialize is not None and not handler.request_streaming:
+            run, deserialize = _parsing(run, deserialize), None
         make = getattr(grpc, f"{arity}_rpc_method_handler")
-        return make(self._mapping_errors(method, run), handler.request_deserializer, handler.response_serializer)
+        return make(self._mapping_errors(method, run), deserialize, handler.response_serializer)
 
     def _mapping_errors(self, method: str, run: Behavior) -> Behavior:
         async def guarded(request: Any, context: Context) -> Any:
@@ -115,6 +119,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 await abort(context, KVRelayError(f"{method} failed; the server's log says why"))
 
         return guarded
+
+
+def _parsing(run: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:
+    """Parses inside the handler, where a message that does not parse (a string that is no UTF-8, say) becomes an
+    InvalidRequestError; grpc itself calls it UNKNOWN."""
+
+    async def parse_and_run(request: bytes, context: Context) -> Any:
+        try:
+            message = deserialize(request)
+        except DecodeError as error:
+            raise InvalidRequestError(
+                f"the request's {len(request)} bytes are no such message: wrong fields, or text that is not UTF-8"
+            ) from error
+        return await run(message, context)
+
+    return parse_and_run
 
 
 def _writing(run: Behavior) -> Behavior:

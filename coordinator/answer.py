@@ -1,0 +1,81 @@
+"""One answer as it grows: its tokens, its text, and when it is complete. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.detokenizer import Detokenizer, TokenBytes
+from kvrelay.errors import KVRelayError
+from kvrelay.types import FinishReason, GeneratedToken, SamplingParams, TokensGenerated
+
+
+class Answer:
+    """Survives the nodes that compute it: what is here already is never asked for again.
+
+    `sampling` has max_tokens settled. `eos_token_ids` are the model's. `reason` is set once, when the answer is
+    complete; nothing is added after that.
+    """
+
+    def __init__(self, tokenizer: TokenBytes, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+        assert sampling.max_tokens is not None
+        self._sampling = sampling
+        self._max_tokens = sampling.max_tokens
+        eos = () if sampling.ignore_eos else eos_token_ids
+        self._ending_ids = frozenset(eos) | frozenset(sampling.stop_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, sampling.stop)
+        self.token_ids: list[int] = []
+        self.reason: FinishReason | None = None
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still get."""
+        return self._max_tokens - len(self.token_ids)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended it, or ""."""
+        return self._detokenizer.stopped or ""
+
+    def add(self, tokens: Sequence[GeneratedToken]) -> TokensGenerated:
+        """Takes the next tokens, up to and including the one that completes the answer.
+
+        Raises KVRelayError when a node goes on after the end.
+        """
+        taken: list[GeneratedToken] = []
+        text = ""
+        for token in tokens:
+            if self.stop_string:
+                break  # the node, which knows no stop strings, was ahead
+            if self.reason is not None:
+                raise KVRelayError(f"a decode node went on after token {len(self.token_ids)}, which ends the answer")
+            taken.append(token)
+            text += self._add(token)
+        if self.reason is not None and not self.stop_string:
+            text += self._flush()
+        return TokensGenerated(tuple(taken), text)
+
+    def end(self, reason: FinishReason) -> TokensGenerated:
+        """The node says that the answer is complete; the text that was held back, unless it is known already."""
+        if self.reason is not None:
+            return TokensGenerated((), "")
+        self.reason = reason
+        return TokensGenerated((), self._flush())
+
+    def _add(self, token: GeneratedToken) -> str:
+        self.token_ids.append(token.token_id)
+        may_end = len(self.token_ids) >= self._sampling.min_tokens
+        if may_end and token.token_id in self._ending_ids:
+            self.reason = FinishReason.STOP  # counted, but its text is not shown
+            return ""
+        text = self._detokenizer.push(token.token_id, may_stop=may_end)
+        if self.stop_string:
+            self.reason = FinishReason.STOP
+        elif self.num_left == 0:
+            self.reason = FinishReason.LENGTH
+        return text
+
+    def _flush(self) -> str:
+        text = self._detokenizer.flush()
+        if self.stop_string:
+            self.reason = FinishReason.STOP
+        return text

@@ -1,0 +1,222 @@
+"""One attempt to compute an answer: a decode node's stream, and beside it the prefill that feeds it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from coordinator.cluster import Cluster
+from coordinator.lifetime import Edge, Lifetime
+from coordinator.members import Member
+from coordinator.placement import Limits, Placement, prefill_candidates
+from coordinator.request import RequestState, may_succeed_elsewhere
+from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
+from kvrelay.types import (
+    BlockHash,
+    DecodeFinished,
+    GeneratedToken,
+    HandoffTarget,
+    InstanceId,
+    PrefillFinished,
+    PrefillStarted,
+    TokensDecoded,
+    TokensGenerated,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_PREFILLS_A_RESERVATION = 2  # when so many prefill nodes failed against one decode node, the fault is likely there
+RETRY_PAUSE_S = 0.1  # before nodes that all just failed are asked again; doubles each time
+VERDICT_WAIT_S = 0.1  # for the decode node's stream to fail too, before a prefill node's failure counts
+ACCOUNTS_WAIT_S = 1.0  # for a prefill node's account of an answer that is complete already
+
+OnRetry = Callable[[str], None]  # "prefill" or "decode": what kind of node failed
+
+
+class NoPrefillSlotError(OverloadedError):
+    """Between the reservation and the prefill every prefill node became busy: back to the queue, nothing failed."""
+
+
+class Attempt:
+    """Runs once, on one placement. `emit` takes what the client gets."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        cluster: Cluster,
+        limits: Limits,
+        lifetime: Lifetime,
+        *,
+        emit: Callable[[TokensGenerated], None],
+        on_retry: OnRetry,
+    ) -> None:
+        self._state = state
+        self._cluster = cluster
+        self._limits = limits
+        self._lifetime = lifetime
+        self._emit = emit
+        self._on_retry = on_retry
+
+    async def run(self, placement: Placement | None) -> None:
+        """Returns when the answer is complete. Whatever it raises, nothing it started goes on."""
+        self._state.begin_attempt()
+        if placement is None:
+            self._lifetime.take(Edge.PREFILL_SENT)
+            finished = await self._prefill(None, None)
+            if finished is not None:
+                self._take((finished.first_token,))
+            return
+        self._state.account.decode_node = placement.address
+        try:
+            if placement.is_tail:
+                self._lifetime.take(Edge.TAIL_SENT)
+                await self._decode(placement)
+            else:
+                self._lifetime.take(Edge.PREFILL_SENT)
+                await self._hand_over(placement)
+        except BaseException:
+            # The Decode call may not have reached the node before it was cancelled; releasing twice is harmless.
+            self._cluster.nodes.release(placement.address, placement.granted.reservation_id)
+            raise
+
+    async def _hand_over(self, placement: Placement) -> None:
+        decode = asyncio.create_task(self._decode(placement))
+        prefill = asyncio.create_task(self._prefill(placement, decode))
+        try:
+            await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
+            if not decode.done() and not self._state.has_begun:
+                await prefill  # raises what it failed with
+            await decode
+            await asyncio.wait({prefill}, timeout=ACCOUNTS_WAIT_S)
+        finally:
+            await _end(decode, prefill)
+
+    async def _decode(self, placement: Placement) -> None:
+        """Reads the answer's tokens until it is complete."""
+        client = self._cluster.nodes.decode(placement.address)
+        async with (
+            self._cluster.while_member(placement.decode),
+            client.decode(placement.granted.reservation_id, compute_tail=placement.is_tail) as events,
+        ):
+            async for event in events:
+                if isinstance(event, TokensDecoded):
+                    self._take(event.tokens)
+                    if self._state.answer.stop_string:
+                        return
+                else:
+                    self._end_answer(event, placement)
+                    return
+        raise UnavailableError(f"decode node {placement.address} ended its stream before the answer")
+
+    def _end_answer(self, event: DecodeFinished, placement: Placement) -> None:
+        if placement.is_tail:
+            self._state.note_cached(event.cached)
+            self._state.account.prefill_s = event.compute_s
+        self._send(self._state.answer.end(event.reason))
+
+    async def _prefill(self, placement: Placement | None, decode: asyncio.Task[None] | None) -> PrefillFinished | None:
+        """Has some prefill node compute the prompt; None when, after a failure, `decode` shows that it does not matter:
+        tokens came, or it failed too, which explains this failure."""
+        num_failures, number, busy = 0, 0, set[InstanceId]()
+        while True:
+            hashes = self._state.hashes()
+            member = self._next_prefill_node(hashes, busy)
+            number += 1
+            try:
+                return await self._prefill_on(member, hashes, _target(placement, number) if placement else None)
+            except OverloadedError:
+                busy.add(member.info.instance_id)
+            except KVRelayError as error:
+                if decode is not None and await self._is_settled(decode):
+                    return None
+                self._state.avoid.add(member.info.instance_id)
+                num_failures += 1
+                if placement is not None and num_failures >= MAX_PREFILLS_A_RESERVATION:
+                    raise
+                self._retry_prefill(member, error)
+                await self._pause_if_all_failed(hashes)
+
+    async def _is_settled(self, decode: asyncio.Task[None]) -> bool:
+        """Whether the decode node's stream says how the attempt goes on. A dead decode node is often seen by the
+        prefill node a moment earlier."""
+        if not self._state.has_begun:
+            await asyncio.wait({decode}, timeout=VERDICT_WAIT_S)
+        return decode.done() or self._state.has_begun
+
+    async def _prefill_on(
+        self, member: Member, hashes: list[BlockHash], target: HandoffTarget | None
+    ) -> PrefillFinished:
+        client = self._cluster.nodes.prefill(member.info.address)
+        self._cluster.assigned(member, hashes)
+        async with (
+            self._cluster.while_member(member),
+            client.prefill(self._state.node_request(), target) as events,
+        ):
+            async for event in events:
+                if isinstance(event, PrefillStarted):
+                    self._state.note_cached(event.cached)
+                else:
+                    self._state.note_prefill(member.info.address, event)
+                    return event
+        raise UnavailableError(f"prefill node {member.info.address} ended its stream before the prompt was computed")
+
+    def _next_prefill_node(self, hashes: list[BlockHash], busy: set[InstanceId]) -> Member:
+        candidates = prefill_candidates(self._state, self._cluster, hashes)
+        free = [member for member in candidates if member.info.instance_id not in busy]
+        if free:
+            return free[0]
+        if candidates:
+            raise NoPrefillSlotError("every prefill node is busy")
+        raise UnavailableError("no prefill node is ready")
+
+    def _retry_prefill(self, member: Member, error: KVRelayError) -> None:
+        """Counts a retry, or raises `error` when there is none left or none would help."""
+        count_retry(self._state, "prefill", member.info.address, error, self._limits, self._on_retry)
+        self._lifetime.take(Edge.PREFILL_RETRIED)
+
+    async def _pause_if_all_failed(self, hashes: list[BlockHash]) -> None:
+        candidates = prefill_candidates(self._state, self._cluster, hashes)
+        if all(member.info.instance_id in self._state.avoid for member in candidates):
+            await asyncio.sleep(RETRY_PAUSE_S * 2**self._state.account.num_retries)
+
+    def _take(self, tokens: tuple[GeneratedToken, ...]) -> None:
+        if not self._state.has_begun:
+            self._lifetime.take(Edge.FIRST_TOKEN)
+        if self._state.account.first_token_at is None:
+            self._state.account.first_token_at = time.monotonic()
+        self._send(self._state.answer.add(tokens))
+
+    def _send(self, generated: TokensGenerated) -> None:
+        if generated.tokens or generated.text:
+            self._emit(generated)
+
+
+def count_retry(
+    state: RequestState, kind: str, address: str, error: KVRelayError, limits: Limits, on_retry: OnRetry
+) -> None:
+    """Raises `error` when it must not be, or was too often, tried again."""
+    if not may_succeed_elsewhere(error) or state.account.num_retries >= limits.max_retries:
+        raise error
+    state.account.num_retries += 1
+    on_retry(kind)
+    logger.warning("%s: retry %d, %s failed: %s", state.request_id, state.account.num_retries, address, error)
+
+
+def _target(placement: Placement, attempt: int) -> HandoffTarget:
+    granted = placement.granted
+    return HandoffTarget(
+        placement.address, granted.instance_id, granted.reservation_id, attempt, granted.num_cached_blocks
+    )
+
+
+async def _end(*tasks: asyncio.Task[object]) -> None:
+    """Cancels what still runs and waits for it, so that nothing of an attempt outlives it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, KVRelayError):
+            logger.error("an attempt ended by a fault of ours", exc_info=error)

@@ -1,0 +1,106 @@
+"""The cluster as it is now: members kept current by a timer, guesses at their caches, and who hears of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from coordinator.members import Member, Members
+from coordinator.nodes import Nodes
+from coordinator.router import PrefixIndex
+from kvrelay.errors import UnavailableError
+from kvrelay.kv.layout import NodeInfo
+from kvrelay.types import BlockHash, InstanceId, NodeStatus, Role
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Belongs to the event loop. `on_change` is called when there may be more room, or fewer nodes, than before."""
+
+    def __init__(self, members: Members, nodes: Nodes, on_change: Callable[[], None]) -> None:
+        self.members = members
+        self.nodes = nodes
+        self._on_change = on_change
+        self._caches = {role: PrefixIndex() for role in (Role.PREFILL_NODE, Role.DECODE_NODE)}
+        self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def join(self, info: NodeInfo) -> Member:
+        """Raises as Members.join."""
+        member = self.members.join(info, self._now())
+        past = self.members.past_of(info)
+        if past is not None:
+            self._lose(past, "was replaced by a new process")
+        logger.info("%s %s joined as %s", info.role.value, info.address, info.instance_id)
+        self._set_timer()
+        return member
+
+    def update(self, member: Member, status: NodeStatus) -> None:
+        """Raises StaleError when the node is no member any more."""
+        if self.members.update(member, status, self._now()):
+            self._on_change()
+
+    def disconnect(self, member: Member) -> None:
+        """Its Join stream ended; the work it does for us goes on until it proves dead."""
+        self.members.disconnect(member)
+        self._on_change()
+
+    def cached(self, role: Role, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
+        """Leading blocks that each node of a role probably has."""
+        return self._caches[role].match(hashes)
+
+    def assigned(self, member: Member, hashes: Sequence[BlockHash]) -> None:
+        """A request went there: one more until its next status tells, and its blocks will be cached there."""
+        member.num_assigned += 1
+        self._caches[member.info.role].record(member.info.instance_id, hashes)
+
+    @asynccontextmanager
+    async def while_member(self, member: Member) -> AsyncIterator[None]:
+        """Raises UnavailableError in the body as soon as the node is lost, however silent its connection is."""
+        guards = self._guards[member.info.instance_id]
+        try:
+            async with asyncio.timeout(None) as guard:
+                guards.add(guard)
+                yield
+        except TimeoutError as error:
+            if not guard.expired():
+                raise
+            raise UnavailableError(f"{member.info.role.value} {member.info.address} is lost") from error
+        finally:
+            guards.discard(guard)
+            if not guards:
+                self._guards.pop(member.info.instance_id, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self) -> None:
+        self.close()
+        expiry = self.members.next_expiry()
+        if expiry is not None:
+            self._timer = asyncio.get_running_loop().call_at(expiry, self._expire)
+
+    def _expire(self) -> None:
+        for member in self.members.expire(self._now()):
+            self._lose(member, "was silent for too long")
+        self._set_timer()
+
+    def _lose(self, member: Member, why: str) -> None:
+        logger.warning("%s %s %s", member.info.role.value, member.info.address, why)
+        self.members.remove(member)
+        self.nodes.forget(member.info.address)
+        if member.info.role in self._caches:
+            self._caches[member.info.role].forget(member.info.instance_id)
+        for guard in list(self._guards.get(member.info.instance_id, ())):
+            guard.reschedule(self._now())
+        self._on_change()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

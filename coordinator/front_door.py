@@ -1,0 +1,172 @@
+"""Takes requests in: checks them, starts their flows, knows which run, ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from dataclasses import replace
+
+from coordinator.admission import Admission
+from coordinator.answer import Answer
+from coordinator.cluster import Cluster
+from coordinator.config import CoordinatorConfig
+from coordinator.fit import Capacity, check_capacity, settle_max_tokens
+from coordinator.flow import Flow
+from coordinator.lifetime import Lifetime
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.placement import Limits
+from coordinator.request import AcceptedRequest, RequestState
+from coordinator.running import RunningRequest
+from coordinator.tenants import DEFAULT_TENANT
+from coordinator.text import Text
+from kvrelay.errors import DuplicateRequestError, KVRelayError, NotFoundError, UnavailableError
+from kvrelay.kv.layout import ModelInfo
+from kvrelay.rpc.convert import check_request_id
+from kvrelay.types import GenerateRequest, InstanceId, RequestId, Role, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_NODE_ID_PREFIX = 96  # of the client's id inside the nodes' id, which has at most 128 characters
+
+
+class FrontDoor:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        text: Text,
+        cluster: Cluster,
+        admission: Admission,
+        metrics: CoordinatorMetrics,
+        instance_id: InstanceId,
+    ) -> None:
+        self.text = text
+        self._config = config
+        self._cluster = cluster
+        self._admission = admission
+        self._metrics = metrics
+        self._limits = Limits(
+            config.max_queue_wait_s, config.max_retries, config.local_tail_tokens, config.member_timeout_s
+        )
+        self._node_ids = (f"#{instance_id[:16]}.{number:x}" for number in itertools.count(1))
+        self._running: dict[RequestId, RunningRequest] = {}
+        self._draining = False
+
+    @property
+    def num_waiting(self) -> int:
+        return self._admission.num_waiting
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not ended, waiting ones included."""
+        return len(self._running)
+
+    def why_not_ready(self) -> str:
+        """Empty when a request sent now would be served."""
+        if self._draining:
+            return "draining"
+        missing = [role.value for role in (Role.PREFILL_NODE, Role.DECODE_NODE) if not self._usable(role)]
+        return f"no {' and no '.join(missing)} is ready" if missing else ""
+
+    def model(self, name: str) -> ModelInfo:
+        """What is served under a name. Raises UnknownModelError, or UnavailableError while no node serves it."""
+        self.text.check_model(name)
+        model = self._cluster.members.model
+        if model is None:
+            raise UnavailableError("no prefill or decode node has joined; try again when the cluster is up")
+        return replace(model, name=self.text.model_name)
+
+    async def accept(self, request: GenerateRequest) -> RunningRequest:
+        """Checks everything that can be known now, takes a place in the queue and starts the request.
+
+        Raises KVRelayError; then nothing of the request is left.
+        """
+        try:
+            return await self._accept(request)
+        except KVRelayError as error:
+            self._metrics.failed(error.code)
+            raise
+
+    async def _accept(self, request: GenerateRequest) -> RunningRequest:
+        self._check_open()
+        model = self.model(request.model)
+        request_id = _settle_request_id(request.request_id)
+        request.sampling.validate(model.vocab_size)
+        prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size)
+        sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
+        if request_id in self._running:
+            raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
+        node_id = RequestId(request_id[:MAX_NODE_ID_PREFIX] + next(self._node_ids))
+        accepted = AcceptedRequest(request_id, node_id, prompt_ids, sampling, model, DEFAULT_TENANT.salt)
+        return self._start(accepted)
+
+    def cancel(self, request_id: str) -> None:
+        """Raises NotFoundError when no such request runs."""
+        running = self._running.get(RequestId(request_id))
+        if running is None:
+            raise NotFoundError(f"no request with the id {request_id[:128]!r} is running")
+        running.cancel("the request was cancelled")
+
+    async def drain(self, deadline_s: float) -> None:
+        """Takes nothing new; lets what runs finish for `deadline_s`, then ends it."""
+        self._draining = True
+        if self._running:
+            await asyncio.wait([running.task for running in self._running.values()], timeout=deadline_s)
+        leftover = list(self._running.values())
+        for running in leftover:
+            running.fail(UnavailableError("this coordinator is shutting down; send the request to another one"))
+        if leftover:
+            await asyncio.wait([running.task for running in leftover])
+
+    def _check_open(self) -> None:
+        why = self.why_not_ready()
+        if why:
+            raise UnavailableError(f"the cluster takes no requests now: {why}", retry_after_s=1.0)
+        self._admission.check_room()
+
+    def _settle_sampling(self, sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo) -> SamplingParams:
+        max_tokens = settle_max_tokens(num_prompt_tokens, sampling.max_tokens, self._config.default_max_tokens, model)
+        members = self._cluster.members
+        capacity = Capacity(members.largest_pool(Role.DECODE_NODE), members.largest_pool(Role.PREFILL_NODE))
+        check_capacity(num_prompt_tokens, max_tokens, model.layout, capacity)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        settled = replace(sampling, max_tokens=max_tokens, seed=seed)
+        settled.validate(model.vocab_size)  # min_tokens against the settled max_tokens
+        return settled
+
+    def _start(self, accepted: AcceptedRequest) -> RunningRequest:
+        answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
+        running = RunningRequest(accepted, self._metrics)
+        state = RequestState(accepted, answer, time.monotonic())
+        flow = Flow(
+            state,
+            self._cluster,
+            self._admission,
+            self._limits,
+            Lifetime(self._metrics.edge),
+            emit=running.emit,
+            on_retry=self._metrics.retried,
+        )
+        flow.enter()
+        self._running[accepted.request_id] = running
+        running.start(flow, self._config.request_timeout_s)
+        running.task.add_done_callback(lambda _: self._ended(running))
+        return running
+
+    def _ended(self, running: RunningRequest) -> None:
+        del self._running[running.accepted.request_id]
+        self._admission.changed()
+
+    def _usable(self, role: Role) -> bool:
+        return bool(self._cluster.members.usable(role))
+
+
+def _settle_request_id(request_id: str) -> RequestId:
+    if not request_id:
+        return RequestId(secrets.token_hex(16))
+    check_request_id(request_id)
+    return RequestId(request_id)

@@ -1,0 +1,67 @@
+"""Puts a coordinator together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from coordinator.admission import Admission
+from coordinator.cluster import Cluster
+from coordinator.config import CoordinatorConfig
+from coordinator.front_door import FrontDoor
+from coordinator.members import Members
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.nodes import Nodes
+from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
+from coordinator.text import Text
+from kvrelay.rpc import process
+from kvrelay.rpc.health import Readiness
+from kvrelay.tokenizer import load_tokenizer
+from kvrelay.types import InstanceId, Role
+
+
+class Coordinator:
+    """Ready while it has a ready prefill node and a ready decode node. Raises ModelFileError for a bad tokenizer."""
+
+    service_names = SERVICE_NAMES
+
+    def __init__(self, config: CoordinatorConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
+        tokenizer = load_tokenizer(config.model)
+        text = Text(tokenizer, config.model_name or config.model.name.removesuffix(".gguf"))
+        self._readiness: Readiness | None = None
+        self._nodes = Nodes()
+        self._admission = Admission(config.max_queue)
+        members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
+        self._cluster = Cluster(members, self._nodes, self._changed)
+        self._metrics = CoordinatorMetrics(registry)
+        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id)
+        self._inference = InferenceService(self.door, config.default_max_tokens)
+        self._membership = ClusterService(self._cluster, self.door, instance_id)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        self._inference.register(server)
+        self._membership.register(server)
+
+    async def start(self, address: str, readiness: Readiness) -> None:
+        self._readiness = readiness
+        self._changed()
+
+    async def drain(self, deadline_s: float) -> None:
+        await self.door.drain(deadline_s)
+
+    async def close(self) -> None:
+        await self.door.drain(0.0)
+        self._cluster.close()
+        await self._nodes.close()
+
+    def _changed(self) -> None:
+        self._admission.changed()
+        if self._readiness is not None:
+            why_not = self.door.why_not_ready()
+            self._readiness.set(not why_not, why_not)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return process.main(CoordinatorConfig, Role.COORDINATOR, Coordinator, argv)

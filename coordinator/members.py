@@ -1,0 +1,145 @@
+"""Which nodes there are: a registry fed by their Join streams. Pure; times are monotonic seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
+from kvrelay.kv.layout import ModelInfo, NodeInfo
+from kvrelay.types import InstanceId, NodeStatus, Role
+
+PROTOCOL_VERSION = 1
+COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
+
+
+@dataclass(slots=True)
+class Member:
+    """One node. `num_assigned` counts requests this coordinator sent it since its last status."""
+
+    info: NodeInfo
+    status: NodeStatus
+    last_seen: float
+    num_assigned: int = 0
+
+    @property
+    def usable(self) -> bool:
+        return self.status.ready and not self.status.draining
+
+
+class Members:
+    """Who joined and is not silent for longer than `timeout_s`.
+
+    All prefill and decode nodes serve the same weights in the same layout: the first to join settles which, for as
+    long as any is a member. `min_vocab_size` is the tokenizer's: a smaller model could not read its ids.
+    """
+
+    def __init__(self, *, timeout_s: float, min_vocab_size: int = 0) -> None:
+        self._timeout_s = timeout_s
+        self._min_vocab_size = min_vocab_size
+        self._members: dict[InstanceId, Member] = {}
+
+    def join(self, info: NodeInfo, now: float) -> Member:
+        """Takes a node in, not ready until its first status; what joins again replaces what it was.
+
+        Raises InvalidRequestError (protocol, fields), ForeignBlockError (other weights or layout), each saying what
+        differs.
+        """
+        self._check(info)
+        before = self._members.get(info.instance_id)
+        member = Member(info, replace(before.status, ready=False) if before else NodeStatus(), now)
+        self._members[info.instance_id] = member
+        return member
+
+    def past_of(self, info: NodeInfo) -> Member | None:
+        """The member that this node, just started, replaces: another process at the same address."""
+        for member in self.all():
+            same_place = (member.info.role, member.info.address) == (info.role, info.address)
+            if same_place and member.info.instance_id != info.instance_id:
+                return member
+        return None
+
+    def update(self, member: Member, status: NodeStatus, now: float) -> bool:
+        """Notes a status; True when it may mean more room. Raises StaleError when the node is no member."""
+        if self._members.get(member.info.instance_id) is not member:
+            raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
+        changed = member.status != status or member.num_assigned > 0
+        member.status, member.last_seen, member.num_assigned = status, now, 0
+        return changed
+
+    def disconnect(self, member: Member) -> None:
+        """Its Join stream ended. Not ready from now on, and gone in a while unless it joins again before."""
+        member.status = replace(member.status, ready=False)
+
+    def remove(self, member: Member) -> None:
+        """Its process is gone."""
+        if self._members.get(member.info.instance_id) is member:
+            del self._members[member.info.instance_id]
+
+    def expire(self, now: float) -> list[Member]:
+        """Drops and returns the members that were silent for too long."""
+        silent = [member for member in self.all() if now - member.last_seen >= self._timeout_s]
+        for member in silent:
+            self.remove(member)
+        return silent
+
+    def next_expiry(self) -> float | None:
+        """When `expire` may next have something to do."""
+        return min((member.last_seen + self._timeout_s for member in self.all()), default=None)
+
+    def all(self) -> list[Member]:
+        return list(self._members.values())
+
+    def usable(self, role: Role) -> list[Member]:
+        """Members of a role that are ready and not draining."""
+        return [member for member in self._of(role) if member.usable]
+
+    def largest_pool(self, role: Role) -> int:
+        """Blocks of the largest pool of a role, ready or not; 0 when none is known."""
+        return max((member.status.blocks.total for member in self._of(role)), default=0)
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """What the prefill and decode nodes serve; None while there are none."""
+        return next((member.info.model for member in self.all() if member.info.model is not None), None)
+
+    def _of(self, role: Role) -> Iterable[Member]:
+        return (member for member in self._members.values() if member.info.role is role)
+
+    def _check(self, info: NodeInfo) -> None:
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequestError(
+                f"{info.address} speaks protocol version {info.protocol_version}; this coordinator speaks "
+                f"{PROTOCOL_VERSION}: run the same kvrelay release on both"
+            )
+        if not info.instance_id or not info.address:
+            raise InvalidRequestError("a node joins with an instance id and an address; one of them is empty")
+        if info.role in COMPUTING_ROLES:
+            self._check_model(info)
+
+    def _check_model(self, info: NodeInfo) -> None:
+        if info.model is None:
+            raise InvalidRequestError(f"{info.role.value} {info.address} joins without saying which model it serves")
+        if info.model.vocab_size < self._min_vocab_size:
+            raise ForeignBlockError(
+                f"{info.address} serves {info.model.name} with {info.model.vocab_size} token ids, but the "
+                f"coordinator's tokenizer has {self._min_vocab_size}: give both the same model"
+            )
+        ours = self.model
+        if ours is None:
+            return
+        for what, theirs, expected in _identities(info.model, ours):
+            if theirs != expected:
+                raise ForeignBlockError(
+                    f"{info.address} serves {info.model.name} with {what} {theirs}, but this cluster's is {expected}: "
+                    "start it with the same model file, dtype and block size"
+                )
+
+
+def _identities(theirs: ModelInfo, ours: ModelInfo) -> list[tuple[str, object, object]]:
+    return [
+        ("model fingerprint", theirs.fingerprint, ours.fingerprint),
+        ("KV layout fingerprint", theirs.layout.fingerprint, ours.layout.fingerprint),
+        ("model length", theirs.max_model_len, ours.max_model_len),
+        ("vocabulary size", theirs.vocab_size, ours.vocab_size),
+    ]

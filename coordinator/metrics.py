@@ -1,0 +1,72 @@
+"""What the coordinator counts and times."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from coordinator.lifetime import Edge, Stage
+from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from kvrelay.types import RequestFinished
+
+_WAITING = (Stage.QUEUED, Stage.RESERVING)
+_RUNNING = (Stage.PREFILLING, Stage.DECODING)
+
+
+class CoordinatorMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self._first_token = histogram(
+            "kvrelay_time_to_first_token_seconds", "From acceptance until the first token left for the client."
+        )
+        self._inter_token = histogram(
+            "kvrelay_inter_token_latency_seconds", "Between two tokens of an answer.", STEP_BUCKETS
+        )
+        self._end_to_end = histogram("kvrelay_e2e_request_latency_seconds", "From acceptance until the end.")
+        self._queue_time = histogram(
+            "kvrelay_request_queue_time_seconds", "From acceptance until a node had room for the request."
+        )
+        self._prompt_tokens = counter("kvrelay_prompt_tokens_total", "Prompt tokens of finished requests.")
+        self._cached_tokens = counter(
+            "kvrelay_cached_prompt_tokens_total", "Prompt tokens that were not computed again, by tier.", "tier"
+        )
+        self._generated_tokens = counter("kvrelay_generation_tokens_total", "Tokens sent to clients.")
+        self._successes = counter("kvrelay_request_success_total", "Complete answers, by how they ended.", "reason")
+        self._errors = counter("kvrelay_errors_total", "Requests and calls that failed, by error code.", "code")
+        self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
+        self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of requests.", "edge")
+        self._running = Gauge("kvrelay_requests_running", "Requests that nodes compute.", registry=registry)
+        self._waiting = Gauge("kvrelay_requests_waiting", "Requests that wait for room.", registry=registry)
+
+    def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
+        self._edges.labels(edge.value).inc()
+        for gauge, stages in ((self._waiting, _WAITING), (self._running, _RUNNING)):
+            gauge.inc((after in stages) - (before in stages))
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def tokens(self, num_tokens: int, gap_s: float | None) -> None:
+        """`gap_s` since the tokens before; None for the first ones."""
+        self._generated_tokens.inc(num_tokens)
+        if gap_s is not None:
+            for _ in range(num_tokens):
+                self._inter_token.observe(gap_s / num_tokens)
+
+    def finished(self, finished: RequestFinished) -> None:
+        self._successes.labels(finished.reason.value).inc()
+        self._end_to_end.observe(finished.timing.total_s)
+        self._queue_time.observe(finished.timing.queue_s)
+        self._prompt_tokens.inc(finished.usage.prompt_tokens)
+        for tier in ("device", "memory", "disk"):
+            self._cached_tokens.labels(tier).inc(getattr(finished.usage.cached, tier))
+
+    def failed(self, code: str) -> None:
+        self._errors.labels(code).inc()
+
+    def retried(self, kind: str) -> None:
+        self._retries.labels(kind).inc()

@@ -1,0 +1,85 @@
+"""Connections to the nodes, one channel an address, and the calls that give reservations back behind a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+
+from kvrelay.errors import KVRelayError
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.types import NodeRequest, ReservationGranted, ReservationId
+
+logger = logging.getLogger(__name__)
+
+RESERVE_TIMEOUT_S = 2.0
+RELEASE_TIMEOUT_S = 5.0
+
+
+class Nodes:
+    """Typed clients by address."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    def prefill(self, address: str) -> PrefillClient:
+        return PrefillClient(self._channel(address))
+
+    def decode(self, address: str) -> DecodeClient:
+        return DecodeClient(self._channel(address))
+
+    async def reserve(self, address: str, request: NodeRequest, num_tokens: int) -> ReservationGranted:
+        """As DecodeClient.reserve. Cancelled meanwhile, a grant that still comes is given back at once."""
+        client = self.decode(address)
+        call = asyncio.ensure_future(client.reserve(request, num_tokens, timeout_s=RESERVE_TIMEOUT_S))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._run(self._release_granted(address, call))
+            raise
+
+    def release(self, address: str, reservation_id: ReservationId) -> None:
+        """Gives a reservation back in the background; the lease covers a node that cannot be reached."""
+        self._run(self._release(address, reservation_id))
+
+    def forget(self, address: str) -> None:
+        """The process there is gone; the next one gets a new channel, without the old one's reconnect delay."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            self._run(channel.close())
+
+    async def close(self) -> None:
+        """Waits for the releases, then closes every channel."""
+        while self._background:
+            await asyncio.wait(self._background)
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _release_granted(self, address: str, call: asyncio.Future[ReservationGranted]) -> None:
+        try:
+            granted = await call
+        except KVRelayError:
+            return
+        await self._release(address, granted.reservation_id)
+
+    async def _release(self, address: str, reservation_id: ReservationId) -> None:
+        try:
+            await asyncio.wait_for(self.decode(address).release(reservation_id), RELEASE_TIMEOUT_S)
+        except (KVRelayError, TimeoutError) as error:
+            logger.info("reservation %s on %s was left to its lease: %s", reservation_id, address, error)

@@ -1,0 +1,186 @@
+"""Finding room for a request: its turn in the queue, then a decode node that grants its blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from coordinator.admission import Admission, Ticket
+from coordinator.cluster import Cluster
+from coordinator.lifetime import Edge, Lifetime
+from coordinator.members import Member
+from coordinator.request import RequestState, may_succeed_elsewhere
+from coordinator.router import has_slot, rank_decode, rank_prefill
+from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
+from kvrelay.types import BlockHash, ReservationGranted, Role
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_queue_wait_s: float
+    max_retries: int
+    local_tail_tokens: int
+    no_node_wait_s: float  # how long an accepted request waits while no node of a role it needs is there
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decode node that holds the request's blocks."""
+
+    decode: Member
+    granted: ReservationGranted
+    is_tail: bool  # so little is not cached there that it computes the rest itself
+
+    @property
+    def address(self) -> str:
+        return self.decode.info.address
+
+
+class Placer:
+    """One request's search for room. Owns its ticket."""
+
+    def __init__(
+        self, state: RequestState, cluster: Cluster, admission: Admission, limits: Limits, lifetime: Lifetime
+    ) -> None:
+        self._state = state
+        self._cluster = cluster
+        self._admission = admission
+        self._limits = limits
+        self._lifetime = lifetime
+        self._turn = asyncio.Event()
+        self._ticket: Ticket | None = None
+        self._deadline = 0.0
+
+    def enter(self) -> None:
+        """Takes a place at the end of the queue. Raises OverloadedError when that is full."""
+        self._deadline = self._now() + self._limits.max_queue_wait_s
+        self._ticket = self._admission.enter(self._turn.set, self._now())
+
+    def enter_again(self, *, refused: bool) -> None:
+        """Takes the first place. `refused`: the attempt found no room after all, so its wait goes on."""
+        if not refused:
+            self._deadline = self._now() + self._limits.max_queue_wait_s
+        self._turn.clear()
+        self._ticket = self._admission.enter(self._turn.set, self._now(), front=True, refused=refused)
+
+    def leave(self) -> None:
+        """Gives up the place in the queue, if it still has one."""
+        if self._ticket is not None:
+            self._admission.leave(self._ticket)
+            self._ticket = None
+
+    async def place(self) -> Placement | None:
+        """Waits for room; None when the prefill node's first token is all that is left to compute.
+
+        Raises OverloadedError when there was none for too long, UnavailableError when there are no nodes.
+        """
+        absent_since: float | None = None
+        try:
+            async with asyncio.timeout_at(self._deadline) as waiting:
+                while True:
+                    await self._wait_for_turn(absent_since)
+                    found, placement = await self._try_once()
+                    if found:
+                        return placement
+                    absent_since = None if self._has_nodes() else absent_since or self._now()
+        except TimeoutError as error:
+            if not waiting.expired():
+                raise
+            raise OverloadedError(
+                f"no node had room for the request within {self._limits.max_queue_wait_s:g} s; try again later",
+                retry_after_s=self._admission.retry_after_s,
+            ) from error
+        finally:
+            self.leave()
+
+    async def _wait_for_turn(self, absent_since: float | None) -> None:
+        patience = None if absent_since is None else absent_since + self._limits.no_node_wait_s
+        try:
+            async with asyncio.timeout_at(patience) as waiting:
+                await self._turn.wait()
+        except TimeoutError as error:
+            if not waiting.expired():
+                raise
+            raise UnavailableError("every node that could run the request is gone or not ready") from error
+        self._turn.clear()
+
+    async def _try_once(self) -> tuple[bool, Placement | None]:
+        assert self._ticket is not None
+        self._lifetime.take(Edge.TRIED)
+        found, placement = await self._ask_for_room()
+        if found:
+            self._admission.admitted(self._ticket, self._now())
+            if self._state.account.granted_at is None:
+                self._state.account.granted_at = time.monotonic()
+        else:
+            self._lifetime.take(Edge.REFUSED)
+            self._admission.refused(self._ticket)
+        return found, placement
+
+    async def _ask_for_room(self) -> tuple[bool, Placement | None]:
+        hashes = self._state.hashes()
+        slot = any(has_slot(member) for member in prefill_candidates(self._state, self._cluster, hashes))
+        if self._state.answer.num_left == 1:
+            return slot, None
+        cached = self._cluster.cached(Role.DECODE_NODE, hashes)
+        if not slot and not self._is_tail(max(cached.values(), default=0)):
+            return False, None  # a reservation would only idle
+        for member in self._decode_candidates(hashes):
+            granted = await self._reserve(member)
+            if granted is None:
+                continue
+            is_tail = self._is_tail(granted.num_cached_blocks)
+            if slot or is_tail:
+                self._cluster.assigned(member, hashes)
+                return True, Placement(member, granted, is_tail)
+            self._cluster.nodes.release(member.info.address, granted.reservation_id)
+        return False, None
+
+    async def _reserve(self, member: Member) -> ReservationGranted | None:
+        """None when the node has no room or cannot be reached."""
+        address, request = member.info.address, self._state.node_request()
+        try:
+            async with self._cluster.while_member(member):
+                return await self._cluster.nodes.reserve(address, request, self._state.num_positions)
+        except OverloadedError:
+            return None
+        except KVRelayError as error:
+            if not may_succeed_elsewhere(error):
+                raise
+            logger.warning("%s: reserving on %s failed: %s", self._state.request_id, address, error)
+            self._state.avoid.add(member.info.instance_id)
+            return None
+
+    def _decode_candidates(self, hashes: list[BlockHash]) -> list[Member]:
+        return rank_decode(
+            self._cluster.members.usable(Role.DECODE_NODE),
+            self._cluster.cached(Role.DECODE_NODE, hashes),
+            num_blocks=self._state.accepted.model.layout.blocks_for(self._state.num_positions),
+            avoid=self._state.avoid,
+        )
+
+    def _has_nodes(self) -> bool:
+        roles = [Role.PREFILL_NODE] if self._state.answer.num_left == 1 else [Role.PREFILL_NODE, Role.DECODE_NODE]
+        return all(self._cluster.members.usable(role) for role in roles)
+
+    def _is_tail(self, num_cached_blocks: int) -> bool:
+        num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
+        return len(self._state.token_ids) - num_cached <= self._limits.local_tail_tokens
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def prefill_candidates(state: RequestState, cluster: Cluster, hashes: list[BlockHash]) -> list[Member]:
+    """Prefill nodes for the request as it stands, the best first."""
+    return rank_prefill(
+        cluster.members.usable(Role.PREFILL_NODE),
+        cluster.cached(Role.PREFILL_NODE, hashes),
+        num_blocks=state.accepted.model.layout.blocks_for(len(state.token_ids)),
+        avoid=state.avoid,
+    )

@@ -1,0 +1,156 @@
+"""What one request is, has so far and has cost: the state that outlives any single attempt to compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from coordinator.answer import Answer
+from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
+from kvrelay.kv.hashing import block_hashes, chain_root
+from kvrelay.kv.layout import ModelInfo
+from kvrelay.types import (
+    BlockHash,
+    CachedTokens,
+    InstanceId,
+    NodeRequest,
+    PrefillFinished,
+    RequestFinished,
+    RequestId,
+    SamplingParams,
+    Timing,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """A request that passed validation: everything about it is settled."""
+
+    request_id: RequestId
+    node_request_id: RequestId  # what nodes know it by; unique among everything they run
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    model: ModelInfo
+    tenant_salt: bytes
+
+
+@dataclass(slots=True)
+class Account:
+    """What the end of the request reports; a retry replaces what the failed attempt noted, never adds to it.
+
+    Moments are readings of time.monotonic: an event loop's own clock may tick in milliseconds.
+    """
+
+    accepted_at: float
+    granted_at: float | None = None
+    first_token_at: float | None = None
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    handoff_bytes: int = 0
+    prefill_node: str = ""
+    decode_node: str = ""
+    num_retries: int = 0
+
+
+class RequestState:
+    """`avoid` are nodes that failed it; they are asked last."""
+
+    def __init__(self, accepted: AcceptedRequest, answer: Answer, now: float) -> None:
+        self.accepted = accepted
+        self.answer = answer
+        self.account = Account(now)
+        self.avoid: set[InstanceId] = set()
+        self._num_tokens_before = 0  # of the answer, when the attempt began
+        model = accepted.model
+        self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.tenant_salt)
+        self._hashes: list[BlockHash] = []
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.accepted.request_id
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt and the answer so far: what the next attempt starts from."""
+        return (*self.accepted.prompt_ids, *self.answer.token_ids)
+
+    @property
+    def num_positions(self) -> int:
+        """Of prompt and whole answer: what a decode node reserves for. The same in every attempt."""
+        return len(self.accepted.prompt_ids) + len(self.answer.token_ids) + self.answer.num_left
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this attempt gave a token."""
+        return len(self.answer.token_ids) > self._num_tokens_before
+
+    def begin_attempt(self) -> None:
+        self._num_tokens_before = len(self.answer.token_ids)
+        if not self.answer.token_ids:  # what an earlier attempt cost is no part of this answer
+            self.account = Account(
+                self.account.accepted_at, self.account.granted_at, num_retries=self.account.num_retries
+            )
+
+    def hashes(self) -> list[BlockHash]:
+        """Of the full blocks so far, as the nodes will hash them. Each is computed once."""
+        block_tokens = self.accepted.model.layout.block_tokens
+        parent = self._hashes[-1] if self._hashes else self._root
+        rest = self.token_ids[len(self._hashes) * block_tokens :]
+        self._hashes += block_hashes(parent, rest, block_tokens)
+        return list(self._hashes)
+
+    def node_request(self) -> NodeRequest:
+        return NodeRequest(
+            request_id=self.accepted.node_request_id,
+            token_ids=self.token_ids,
+            num_prompt_tokens=len(self.accepted.prompt_ids),
+            sampling=replace(self.accepted.sampling, stop=()),
+            tenant_salt=self.accepted.tenant_salt,
+        )
+
+    def note_cached(self, cached: CachedTokens) -> None:
+        """Cached prompt tokens, of the attempt that gives the first token: a resumed answer's were computed once."""
+        if self._num_tokens_before == 0:
+            self.account.cached = capped(cached, len(self.accepted.prompt_ids))
+
+    def note_prefill(self, address: str, finished: PrefillFinished) -> None:
+        self.note_cached(finished.cached)
+        self.account.prefill_node = address
+        self.account.prefill_s = finished.compute_s
+        self.account.handoff_s = finished.handoff_s
+        self.account.handoff_bytes = finished.handoff_bytes
+
+    def finished(self, now: float) -> RequestFinished:
+        """The account of a complete answer."""
+        account, answer = self.account, self.answer
+        assert answer.reason is not None
+        return RequestFinished(
+            reason=answer.reason,
+            usage=Usage(len(self.accepted.prompt_ids), len(answer.token_ids), account.cached),
+            timing=Timing(
+                queue_s=(account.granted_at or now) - account.accepted_at,
+                first_token_s=(account.first_token_at or account.accepted_at) - account.accepted_at,
+                total_s=now - account.accepted_at,
+                prefill_s=account.prefill_s,
+                handoff_s=account.handoff_s,
+            ),
+            prefill_node=account.prefill_node,
+            decode_node=account.decode_node,
+            handoff_bytes=account.handoff_bytes,
+            stop_string=answer.stop_string,
+            retries=account.num_retries,
+        )
+
+
+def may_succeed_elsewhere(error: KVRelayError) -> bool:
+    """Whether another node, or the same one later, may do what this one did not. A node that shuts down cancels what
+    it runs, and a reservation that lapsed is not found."""
+    return error.retryable or isinstance(error, CancelledError | NotFoundError)
+
+
+def capped(cached: CachedTokens, most: int) -> CachedTokens:
+    """At most `most` tokens in all, the fastest tiers counted first."""
+    device = min(cached.device, most)
+    memory = min(cached.memory, most - device)
+    return CachedTokens(device, memory, min(cached.disk, most - device - memory))

@@ -1,0 +1,101 @@
+"""The coordinator's gRPC services: Inference for clients, Cluster for nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from coordinator.cluster import Cluster
+from coordinator.front_door import FrontDoor
+from kvrelay.errors import InvalidRequestError
+from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kvrelay.rpc import convert, convert_inference
+from kvrelay.rpc.convert_inference import ClusterStatus, NodeReport
+from kvrelay.types import InstanceId
+
+SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, door: FrontDoor, default_max_tokens: int) -> None:
+        self._door = door
+        self._default_max_tokens = default_max_tokens
+
+    def register(self, server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateEvent]:
+        running = await self._door.accept(convert_inference.generate_request_from_pb(request))
+        try:
+            async for event in running.events():
+                yield convert_inference.generate_event_to_pb(event)
+        finally:
+            running.cancel("the client went away")  # does nothing when the request is over
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.TokenizeReply:
+        self._door.text.check_model(request.model)
+        prompt = convert_inference.tokenize_prompt_from_pb(request)
+        token_ids = await self._door.text.prompt_ids(prompt, self._door.text.tokenizer.vocab_size)
+        return inference_pb2.TokenizeReply(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.DetokenizeReply:
+        model = self._door.model(request.model)
+        return inference_pb2.DetokenizeReply(text=self._door.text.decode(request.token_ids, model.vocab_size))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetModelReply:
+        model = convert.model_info_to_pb(self._door.model(request.model))
+        return inference_pb2.GetModelReply(model=model, default_max_tokens=self._default_max_tokens)
+
+    async def Cancel(
+        self, request: inference_pb2.CancelRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.CancelReply:
+        self._door.cancel(request.request_id)
+        return inference_pb2.CancelReply()
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    def __init__(self, cluster: Cluster, door: FrontDoor, instance_id: InstanceId) -> None:
+        self._cluster = cluster
+        self._door = door
+        self._instance_id = instance_id
+
+    def register(self, server: grpc.aio.Server) -> None:
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)
+
+    async def Join(
+        self, request_iterator: AsyncIterator[cluster_pb2.NodeEvent], context: grpc.ServicerContext
+    ) -> AsyncIterator[cluster_pb2.JoinEvent]:
+        member = None
+        try:
+            async for event in request_iterator:
+                if event.WhichOneof("event") == "joined" and member is None:
+                    member = self._cluster.join(convert.node_info_from_pb(event.joined))
+                    accepted = cluster_pb2.JoinAccepted(coordinator_instance_id=self._instance_id)
+                    yield cluster_pb2.JoinEvent(accepted=accepted)
+                elif event.WhichOneof("event") == "status" and member is not None:
+                    self._cluster.update(member, convert.node_status_from_pb(event.status))
+                else:
+                    raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus events")
+        finally:
+            if member is not None:
+                self._cluster.disconnect(member)
+
+    async def GetStatus(
+        self, request: cluster_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.GetStatusReply:
+        now = asyncio.get_running_loop().time()
+        reports = [NodeReport(one.info, one.status, now - one.last_seen) for one in self._cluster.members.all()]
+        num_queued = self._door.num_waiting
+        num_running = self._door.num_open - num_queued
+        ready = not self._door.why_not_ready()
+        return convert_inference.cluster_status_to_pb(ClusterStatus(tuple(reports), num_queued, num_running, ready))

@@ -1,0 +1,36 @@
+"""What a decode node refuses before it looks for blocks. Pure."""
+
+from __future__ import annotations
+
+from kvrelay.errors import InvalidRequestError, PromptTooLongError
+from kvrelay.kv.layout import ModelInfo
+from kvrelay.types import NodeRequest, check_token_id
+
+
+def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo) -> None:
+    """Raises InvalidRequestError or PromptTooLongError, naming what is wrong and what is allowed.
+
+    `num_tokens` are the positions to hold: all of the prompt and of max_tokens, as far as the model goes.
+    """
+    num_given, num_prompt = len(request.token_ids), request.num_prompt_tokens
+    if num_given == 0:
+        raise InvalidRequestError("token_ids is empty; at least one token is needed")
+    if not 1 <= num_prompt <= num_given:
+        raise InvalidRequestError(f"num_prompt_tokens is {num_prompt}; allowed is [1, {num_given}], the tokens given")
+    for token_id in request.token_ids:
+        check_token_id("token_ids", token_id, info.vocab_size)
+    sampling = request.sampling
+    sampling.validate(info.vocab_size)
+    if sampling.max_tokens is None or sampling.seed is None:
+        raise InvalidRequestError("max_tokens and seed must be set; the coordinator settles them")
+    if num_given - num_prompt >= sampling.max_tokens:
+        raise InvalidRequestError(
+            f"{num_given - num_prompt} of max_tokens {sampling.max_tokens} are generated; nothing is left to do"
+        )
+    if max(num_given + 1, num_tokens) > info.max_model_len:
+        raise PromptTooLongError(
+            f"{max(num_given + 1, num_tokens)} tokens of prompt and answer; the model takes {info.max_model_len}"
+        )
+    needed = min(num_prompt + sampling.max_tokens, info.max_model_len)
+    if num_tokens < needed:
+        raise InvalidRequestError(f"num_tokens is {num_tokens}; prompt and answer may take {needed}")

@@ -1,0 +1,309 @@
+"""The event loop's side of a decode node: who holds what, until when, and where its tokens go.
+
+Service and receiver are its two doors, the engine thread its back room. Every request ends in `end`, whatever ended
+it, and `end` is what gives the blocks back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from decode_node.admission import check_request
+from decode_node.engine import Cache, DecodeCore, EngineLoad, StepDone
+from decode_node.metrics import DecodeMetrics
+from decode_node.reservations import Entry, Phase, Reservations
+from decode_node.streams import TokenStream
+from kvrelay.engine.loop import EngineLoop
+from kvrelay.engine.sequence import Sequence
+from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
+from kvrelay.kv.hashing import chain_root
+from kvrelay.kv.layout import ModelInfo
+from kvrelay.types import (
+    BlockHash,
+    DecodeFinished,
+    GeneratedToken,
+    InstanceId,
+    NodeRequest,
+    NodeStatus,
+    ReservationGranted,
+    ReservationId,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Request:
+    """A live reservation, its way out, and how the handoff that fills it is interrupted."""
+
+    entry: Entry
+    stream: TokenStream
+    interrupted: asyncio.Event  # of the latest handoff: set once it may not write any more
+
+
+def _nothing() -> None:
+    pass
+
+
+class DecodeNode:
+    """Belongs to the event loop, except `deliver`'s argument, which the engine made and lets go."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineLoop[DecodeCore],
+        info: ModelInfo,
+        cache: Cache,
+        instance_id: InstanceId,
+        metrics: DecodeMetrics,
+        lease_s: float = 10.0,
+        max_requests: int = 128,
+        load: Callable[[], EngineLoad] = EngineLoad,
+        changed: Callable[[], None] = _nothing,
+        offer: Callable[[tuple[BlockHash, ...]], None] = lambda hashes: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`load` reads the core's latest; `changed` is told whenever `status` did; `offer` gets blocks to offload."""
+        self.engine = engine
+        self.info = info
+        self.cache = cache
+        self.instance_id = instance_id
+        self.metrics = metrics
+        self.reservations = Reservations(lease_s)
+        self._requests: dict[ReservationId, Request] = {}
+        self._max_requests = max_requests
+        self._load = load
+        self._changed = changed
+        self._offer = offer
+        self.clock = clock
+        self._lease_timer: asyncio.TimerHandle | None = None
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to watch the engine: should it die, every request fails at once."""
+        self._watch = asyncio.create_task(self._watch_engine())
+
+    async def reserve(self, request: NodeRequest, num_tokens: int) -> ReservationGranted:
+        """Sets blocks aside for all of `num_tokens`.
+
+        Raises InvalidRequestError and its kin for what is wrong, NeverFitsError for what is too large for this node,
+        OverloadedError for what does not fit now, UnavailableError while the node drains or is stuck.
+        """
+        self._check_ready()
+        check_request(request, num_tokens, self.info)
+        if len(self._requests) >= self._max_requests:
+            raise OverloadedError(f"{len(self._requests)} requests hold blocks here; at most {self._max_requests} may")
+        layout = self.info.layout
+        root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
+        sequence = Sequence.create(request, root, layout.block_tokens)
+        prefix = tuple(sequence.block_hashes[: sequence.num_reusable_blocks])
+        reservation_id = ReservationId(uuid.uuid4().hex)
+        try:
+            reserved = await self.engine.call(
+                lambda core: core.reserve(reservation_id, prefix, layout.blocks_for(num_tokens))
+            )
+        except asyncio.CancelledError:
+            self._give_back(reservation_id)
+            raise
+        if self._draining:
+            self._give_back(reservation_id)
+            self._check_ready()
+        entry = self.reservations.grant(
+            reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached, self.clock()
+        )
+        sequence.num_computed_tokens = reserved.num_cached * layout.block_tokens
+        sequence.num_registered_blocks = reserved.num_cached
+        self._requests[reservation_id] = Request(entry, TokenStream(), asyncio.Event())
+        self._empty.clear()
+        self._arm_lease_timer()
+        self._changed()
+        return ReservationGranted(reservation_id, self.instance_id, reserved.num_cached, self.reservations.lease_s)
+
+    def renew(self, reservation_id: ReservationId) -> float:
+        """Seconds until the lease lapses now. Raises NotFoundError."""
+        return self.reservations.renew(reservation_id, self.clock())
+
+    @contextmanager
+    def decoding(self, reservation_id: ReservationId, *, compute_tail: bool) -> Iterator[TokenStream]:
+        """The tokens of a reservation; leaving the block ends it and frees all it held. Raises as Reservations.open."""
+        entry = self.reservations.open(reservation_id, compute_tail=compute_tail)
+        try:
+            if compute_tail:
+                self._command(entry, lambda core: core.compute(reservation_id, entry.sequence))
+            elif entry.phase in (Phase.COMMITTING, Phase.COMMITTED):
+                self._command(entry, lambda core: core.run(reservation_id))
+            yield self._requests[reservation_id].stream
+        finally:
+            self.end(reservation_id, NotFoundError(f"the Decode call of reservation {reservation_id} has ended"))
+
+    def begin_receive(self, reservation_id: ReservationId, attempt: int) -> Request:
+        """A handoff begins; an older one under way is interrupted. Raises StaleError."""
+        self.reservations.begin_receive(reservation_id, attempt, self.clock())
+        request = self._requests[reservation_id]
+        request.interrupted.set()
+        request.interrupted = asyncio.Event()
+        return request
+
+    def begin_commit(
+        self, reservation_id: ReservationId, attempt: int, first_token: GeneratedToken
+    ) -> asyncio.Future[None]:
+        """The prompt's KV is written and proven: the first token goes out, the engine takes over.
+
+        The future is done when the engine has. Raises StaleError if the attempt is over.
+        """
+        entry = self.reservations.begin_commit(reservation_id, attempt, self.clock())
+        sequence, stream = entry.sequence, self._requests[reservation_id].stream
+        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.append(first_token.token_id)
+        reason = sequence.finish_reason(self.info.eos_token_ids, self.info.max_model_len)
+        stream.push(first_token)
+        if reason is not None:
+            stream.finish(DecodeFinished(reason))
+        run, finished = entry.decoding, reason is not None
+        done = self._command(entry, lambda core: core.commit(reservation_id, sequence, run=run, finished=finished))
+        done.add_done_callback(lambda _: self.reservations.committed(reservation_id))
+        return done
+
+    def end(self, reservation_id: ReservationId, error: KVRelayError) -> None:
+        """Ends a reservation: its blocks go back, its stream fails with `error` if someone still reads. Once."""
+        if self.reservations.end(reservation_id) is not None:
+            self._ended(reservation_id, error)
+
+    def deliver(self, output: object) -> None:
+        """Takes a step's results from the engine loop."""
+        assert isinstance(output, StepDone)
+        for advanced in output.advanced:
+            request = self._requests.get(advanced.reservation_id)
+            if request is None:
+                continue
+            if advanced.token is not None:
+                request.stream.push(advanced.token)
+            if advanced.finished is not None:
+                request.stream.finish(advanced.finished)
+            if advanced.error is not None:
+                request.stream.fail(advanced.error)
+        self.metrics.stepped(output)
+        if output.filled:
+            self._offer(output.filled)
+
+    def status(self) -> NodeStatus:
+        load = self._load()
+        return NodeStatus(
+            ready=self.ready,
+            draining=self._draining,
+            blocks=load.blocks,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_slots_free=max(0, self._max_requests - len(self._requests)) if self.ready else 0,
+            num_reservations=self.reservations.num_pending,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Takes new requests."""
+        return not self._draining and not self.engine.stuck(self.clock())
+
+    async def drain(self, deadline_s: float) -> None:
+        """Takes nothing new; returns when the last request has ended, after `deadline_s` at the latest.
+
+        What still runs then fails as UnavailableError, so that it is resumed elsewhere.
+        """
+        self._draining = True
+        self._changed()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
+        except TimeoutError:
+            logger.warning("%d requests did not end within %.1f s and are dropped", len(self._requests), deadline_s)
+            self._end_all(UnavailableError("the decode node is shutting down; resume on another"))
+
+    async def close(self) -> None:
+        """Ends what is left; the engine is stopped by whoever started it."""
+        self._draining = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._end_all(UnavailableError("the decode node has shut down; resume on another"))
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+
+    def _check_ready(self) -> None:
+        if self._draining:
+            raise UnavailableError("the decode node is draining; reserve on another")
+        if self.engine.stuck(self.clock()):
+            raise UnavailableError("the decode node's engine is stuck; reserve on another")
+
+    def _command(self, entry: Entry, fn: Callable[[DecodeCore], None]) -> asyncio.Future[None]:
+        """Submits; a failure reaches the request's stream, whoever waits for the future or not."""
+        future = self.engine.submit(fn)
+        stream = self._requests[entry.reservation_id].stream
+
+        def report(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                stream.fail(error if isinstance(error, KVRelayError) else KVRelayError(f"the engine failed: {error}"))
+            self._changed()
+
+        future.add_done_callback(report)
+        return future
+
+    def _give_back(self, reservation_id: ReservationId) -> None:
+        """Has the engine free what a reservation that ended on this side still has there."""
+        if not self.engine.running:
+            return
+        released = self.engine.submit(lambda core: core.release(reservation_id))
+        released.add_done_callback(self._on_given_back)
+
+    def _on_given_back(self, released: asyncio.Future[None]) -> None:
+        error = None if released.cancelled() else released.exception()
+        if error is not None and not isinstance(error, UnavailableError):
+            logger.error("blocks of an ended reservation could not be freed", exc_info=error)
+        self._changed()
+
+    def _ended(self, reservation_id: ReservationId, error: KVRelayError) -> None:
+        request = self._requests.pop(reservation_id)
+        request.stream.fail(error)
+        request.interrupted.set()
+        self._give_back(reservation_id)
+        if not self._requests:
+            self._empty.set()
+        self._changed()
+
+    def _end_all(self, error: KVRelayError) -> None:
+        for reservation_id in self.reservations.ids:
+            self.end(reservation_id, error)
+
+    def _arm_lease_timer(self) -> None:
+        """One timer for all leases. Renewals only move deadlines back: it fires early then, and is armed again."""
+        deadline = self.reservations.next_deadline()
+        if self._lease_timer is not None or deadline is None:
+            return
+        delay_s = max(0.0, deadline - self.clock())
+        self._lease_timer = asyncio.get_running_loop().call_later(delay_s, self._on_lease_timer)
+
+    def _on_lease_timer(self) -> None:
+        self._lease_timer = None
+        self.expire_leases()
+        self._arm_lease_timer()
+
+    def expire_leases(self) -> None:
+        """Ends every reservation whose lease has lapsed."""
+        for entry in self.reservations.expire(self.clock()):
+            logger.info("reservation %s lapsed while %s", entry.reservation_id, entry.phase.value)
+            self.metrics.lease_lapsed()
+            self._ended(
+                entry.reservation_id, NotFoundError(f"the lease of reservation {entry.reservation_id} has lapsed")
+            )
+
+    async def _watch_engine(self) -> None:
+        await self.engine.wait_ended()
+        self._end_all(UnavailableError("the decode node's engine has died; resume on another"))
+        self._changed()

@@ -1,0 +1,71 @@
+"""The gRPC face of a decode node: messages in and out, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from decode_node.node import DecodeNode
+from decode_node.receiver import Receiver
+from kvrelay.errors import KVRelayError, NotFoundError, UnavailableError
+from kvrelay.pb import decode_pb2, decode_pb2_grpc
+from kvrelay.rpc import convert
+from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
+from kvrelay.types import DecodeFinished, ReservationId
+
+SERVICE_NAMES = ("kvrelay.pb.Decode",)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """`node` is set once the model is loaded; until then every call is UNAVAILABLE."""
+
+    def __init__(self) -> None:
+        self.node: DecodeNode | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        server.add_generic_rpc_handlers((raw_methods(KV_TRANSFER, stream_stream={"Receive": self.receive}),))
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveReply:
+        node_request, num_tokens = convert.reserve_request_from_pb(request)
+        return convert.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
+
+    async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewReply:
+        return decode_pb2.RenewReply(lease_s=self._loaded().renew(ReservationId(request.reservation_id)))
+
+    async def Release(self, request: decode_pb2.ReleaseRequest, context: Context) -> decode_pb2.ReleaseReply:
+        reservation_id = ReservationId(request.reservation_id)
+        self._loaded().end(reservation_id, NotFoundError(f"reservation {reservation_id} was released"))
+        return decode_pb2.ReleaseReply()
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        reservation_id = ReservationId(request.reservation_id)
+        with self._loaded().decoding(reservation_id, compute_tail=request.compute_tail) as stream:
+            while True:
+                event = await stream.next()
+                yield convert.decode_event_to_pb(event)
+                if isinstance(event, DecodeFinished):
+                    return
+
+    async def receive(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        """The raw method KVTransfer/Receive."""
+        node = self._loaded()
+        try:
+            async with aclosing(Receiver(node).receive(messages)) as events:
+                async for event in events:
+                    yield convert.blocks_received_to_bytes(event)
+        except KVRelayError as error:
+            node.metrics.handoff_refused(error.code)
+            raise
+
+    def _loaded(self) -> DecodeNode:
+        if self.node is None:
+            raise UnavailableError("the decode node is loading its model; try again soon")
+        return self.node

@@ -1,0 +1,77 @@
+"""Runs a batch through the model and draws the tokens. Belongs to the engine thread."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrelay.engine.batch import Batch, ScheduledRow, StepArrays, build
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kv.cache import PagedKVCache
+from kvrelay.model.decoder import Decoder
+from kvrelay.model.sampler import Sampler, SamplingRow
+from kvrelay.model.step import StepInput
+from kvrelay.types import BlockHash, BlockId, GeneratedToken, NodeRequest, RequestId, SamplingParams
+
+
+class ModelRunner:
+    """One step: lay out, run, sample. Changes the cache and no sequence."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: PagedKVCache,
+        sampler: Sampler,
+        eos_token_ids: tuple[int, ...],
+        *,
+        block_tokens: int,
+        device: str = "cpu",
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._sampler = sampler
+        self._eos_token_ids = eos_token_ids
+        self._block_tokens = block_tokens
+        self._device = device
+
+    def run(self, batch: Batch) -> list[GeneratedToken | None]:
+        """Writes the rows' KV; gives each row's drawn token, or None for a row that does not reach its last token."""
+        with torch.inference_mode():
+            step = self._step_input(build(batch, self._block_tokens))
+            logits_NV = self._decoder.step(step, self._cache)
+            drawing = [row.sequence for row in batch.rows if row.yields_token]
+            drawn = iter(self._sampler.sample(logits_NV, [self._sampling_row(s) for s in drawing]) if drawing else [])
+        return [next(drawn) if row.yields_token else None for row in batch.rows]
+
+    def warm_up(self) -> None:
+        """Runs a prompt and one decode step over block 0, which must not be in use yet; its contents are left over."""
+        prompt = NodeRequest(
+            RequestId("warm-up"), (0,) * min(8, self._block_tokens - 1), 1, SamplingParams(0.0, seed=0)
+        )
+        sequence = Sequence.create(prompt, BlockHash(bytes(32)), self._block_tokens)
+        sequence.block_table = [BlockId(0)]
+        self.run(Batch((ScheduledRow(sequence, sequence.num_tokens),)))
+        sequence.num_computed_tokens = sequence.num_tokens - 1
+        self.run(Batch((ScheduledRow(sequence, 1),)))
+
+    def _step_input(self, arrays: StepArrays) -> StepInput:
+        def ids(values: list[int] | list[BlockId]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+        return StepInput(
+            token_ids_T=ids(arrays.token_ids_T),
+            positions_T=ids(arrays.positions_T),
+            slot_mapping_T=ids(arrays.slot_mapping_T),
+            query_starts=tuple(arrays.query_starts),
+            context_lens=tuple(arrays.context_lens),
+            block_tables=tuple(ids(table) for table in arrays.block_tables),
+            logit_rows_N=ids(arrays.logit_rows_N),
+        )
+
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        return SamplingRow(
+            params=sequence.request.sampling,
+            position=sequence.num_tokens,
+            prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+            output_ids=sequence.output_ids,
+            eos_token_ids=self._eos_token_ids,
+        )

@@ -1,0 +1,88 @@
+"""One request as an engine runs it: its tokens, its blocks, how far its KV is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.kv.hashing import block_hash, block_hashes
+from kvrelay.types import BlockHash, BlockId, FinishReason, NodeRequest
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's state on one node. Owned by the event loop until it is handed to the engine thread, then by that.
+
+    `token_ids` are the prompt and everything generated so far. KV of positions [0, num_computed_tokens) lies in
+    `block_table`; the last token's KV is never there before the step that draws its successor.
+    """
+
+    request: NodeRequest
+    root: BlockHash  # parent of the first block's hash
+    block_tokens: int
+    token_ids: list[int]
+    num_prompt_tokens: int  # of the original prompt; what follows is output, also when a request is resumed
+    block_table: list[BlockId]
+    block_hashes: list[BlockHash]  # one for each full block of token_ids
+    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0  # tokens of the step that runs now; for schedulers
+    num_registered_blocks: int = 0  # leading blocks whose hash the pool has been told
+
+    @classmethod
+    def create(cls, request: NodeRequest, root: BlockHash, block_tokens: int) -> Sequence:
+        """A sequence without blocks; hashes every full block of the request's tokens."""
+        return cls(
+            request=request,
+            root=root,
+            block_tokens=block_tokens,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_table=[],
+            block_hashes=block_hashes(root, request.token_ids, block_tokens),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        """Leading full blocks that may be taken from a cache: the last token is always computed, for its logits."""
+        return (len(self.token_ids) - 1) // self.block_tokens
+
+    def append(self, token_id: int) -> None:
+        """Adds a drawn token; hashes the block it fills."""
+        self.token_ids.append(token_id)
+        if len(self.token_ids) % self.block_tokens == 0:
+            parent = self.block_hashes[-1] if self.block_hashes else self.root
+            self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_tokens :]))
+
+    def unregistered_blocks(self) -> list[tuple[BlockId, BlockHash]]:
+        """Blocks that are full and computed and of which the pool has not been told."""
+        num_full = self.num_computed_tokens // self.block_tokens
+        span = slice(self.num_registered_blocks, num_full)
+        return list(zip(self.block_table[span], self.block_hashes[span], strict=True))
+
+    def finish_reason(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> FinishReason | None:
+        """Whether the last token, a drawn one, ends the answer. Stop strings are the coordinator's affair."""
+        sampling = self.request.sampling
+        last = self.token_ids[-1]
+        stops = last in sampling.stop_token_ids or (not sampling.ignore_eos and last in eos_token_ids)
+        if stops and self.num_output_tokens >= sampling.min_tokens:
+            return FinishReason.STOP
+        if sampling.max_tokens is not None and self.num_output_tokens >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,216 @@
+"""What the engine thread of a prefill node owns: pool, scheduler, runner. A step is schedule, run, update.
+
+A job goes submit -> (admitted) -> start -> (computed) -> end. Between admitted and start the event loop loads store
+blocks into the reserved ones; until `end` it may read the blocks to send them. So only `end`, which the event loop
+asks for once it touches the blocks no more, gives blocks back: also for a job that failed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.engine.batch import Batch, ScheduledRow
+from kvrelay.engine.sequence import Sequence
+from kvrelay.errors import KVRelayError, NeverFitsError, OverloadedError
+from kvrelay.kv.pool import BlockPool, PoolCorruptError
+from kvrelay.types import BlockCounts, BlockHash, BlockId, GeneratedToken, ReservationId
+from prefill_node.scheduler import JobId, PrefillScheduler
+
+
+class Runner(Protocol):
+    """`kvrelay.engine.runner.ModelRunner`; tests run without a model."""
+
+    def run(self, batch: Batch) -> Seq[GeneratedToken | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The job's blocks are set aside; the first `num_cached_blocks` hold its KV already."""
+
+    job_id: JobId
+    block_ids: tuple[BlockId, ...]
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """KV of the first `num_tokens` positions is final; `token` is set when that is the whole prompt."""
+
+    job_id: JobId
+    num_tokens: int
+    token: GeneratedToken | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job computes no further; its blocks wait for `end`."""
+
+    job_id: JobId
+    error: KVRelayError
+
+
+JobEvent = Admitted | Computed | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """What a step tells the event loop: news of jobs, and how the node stands after it."""
+
+    events: tuple[JobEvent, ...]
+    blocks: BlockCounts
+    num_running: int  # jobs that hold blocks
+    num_waiting: int
+    num_slots_free: int
+    num_evictions: int
+
+
+@dataclass(slots=True)
+class _Job:
+    sequence: Sequence
+    admitted: bool = False
+    started: bool = False
+
+
+@dataclass(slots=True)
+class PrefillCore:
+    """Driven by `kvrelay.engine.loop.EngineLoop`; every method runs on the engine thread."""
+
+    runner: Runner
+    pool: BlockPool
+    scheduler: PrefillScheduler
+    read_slab: Callable[[BlockId], bytes]
+    block_tokens: int
+    _jobs: dict[JobId, _Job] = field(default_factory=dict)
+    _events: list[JobEvent] = field(default_factory=list)
+    _changed: bool = True  # the event loop's picture of the node is out of date
+
+    # Commands
+
+    def submit(self, job_id: JobId, sequence: Sequence) -> None:
+        """Queues a job. Raises NeverFitsError or OverloadedError; nothing changes then."""
+        num_blocks = self._blocks_for(sequence)
+        if num_blocks > self.pool.num_blocks:
+            raise NeverFitsError(
+                f"a prompt of {sequence.num_tokens} tokens needs {num_blocks} KV blocks; "
+                f"this prefill node has {self.pool.num_blocks} in all"
+            )
+        self.scheduler.enqueue(job_id)
+        self._jobs[job_id] = _Job(sequence)
+        self._admit()
+
+    def start(self, job_id: JobId, num_loaded_blocks: int) -> None:
+        """Begins to compute an admitted job, whose next `num_loaded_blocks` blocks were filled from the store."""
+        job = self._jobs[job_id]
+        sequence = job.sequence
+        sequence.block_table = self.pool.commit(_reservation(job_id))
+        job.started = True
+        sequence.num_computed_tokens += num_loaded_blocks * self.block_tokens
+        self._register(sequence)
+        self.scheduler.start(job_id, sequence.num_uncomputed)
+        self._events.append(Computed(job_id, sequence.num_computed_tokens, None))
+
+    def end(self, job_id: JobId) -> None:
+        """Gives back all the job has, at whatever stage it is; nothing happens if it was never taken."""
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return
+        self.scheduler.remove(job_id)
+        if job.started:
+            self.pool.release(job.sequence.block_table)
+        elif job.admitted:
+            self.pool.cancel(_reservation(job_id))
+        self._admit()
+
+    def read(self, block_hash: BlockHash) -> bytes | None:
+        """A copy of the block's slab, for the offloader; None when it is not here any more."""
+        block_id = self.pool.find(block_hash)
+        return None if block_id is None else self.read_slab(block_id)
+
+    def report(self) -> PrefillOutput:
+        """News that was not told yet, and how the node stands now."""
+        events, self._events = tuple(self._events), []
+        self._changed = False
+        return PrefillOutput(
+            events=events,
+            blocks=self.pool.counts(),
+            num_running=sum(job.admitted for job in self._jobs.values()),
+            num_waiting=self.scheduler.num_waiting,
+            num_slots_free=self.scheduler.num_slots_free,
+            num_evictions=self.pool.num_evictions,
+        )
+
+    # EngineCore
+
+    def has_work(self) -> bool:
+        return self._changed or bool(self._events) or self.scheduler.has_chunks
+
+    def step(self) -> PrefillOutput:
+        rows = self._schedule()
+        if rows:
+            self._update(rows, self.runner.run(Batch(tuple(row for _, row in rows))))
+            self._admit()
+        return self.report()
+
+    def fail_all(self, error: Exception) -> PrefillOutput:
+        """A step raised: every job that computes fails. Loading and waiting ones were not part of it and go on."""
+        for job_id, job in self._jobs.items():
+            if job.started and job.sequence.num_uncomputed:
+                self.scheduler.remove(job_id)
+                self._events.append(
+                    Failed(job_id, KVRelayError(f"the engine failed while computing a prompt: {error}"))
+                )
+        self._admit()
+        return self.report()
+
+    def check_idle(self) -> None:
+        """Raises PoolCorruptError if the books do not balance, or a block is held while no job is here."""
+        self.pool.check()
+        counts = self.pool.counts()
+        if not self._jobs and counts.held + counts.reserved:
+            raise PoolCorruptError(f"no job runs, yet {counts.held} blocks are held and {counts.reserved} reserved")
+
+    # The three calls of a step
+
+    def _schedule(self) -> list[tuple[JobId, ScheduledRow]]:
+        return [
+            (job_id, ScheduledRow(self._jobs[job_id].sequence, num_tokens))
+            for job_id, num_tokens in self.scheduler.schedule()
+        ]
+
+    def _update(self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[GeneratedToken | None]) -> None:
+        for (job_id, row), token in zip(rows, tokens, strict=True):
+            row.sequence.num_computed_tokens += row.num_tokens
+            self._register(row.sequence)
+            self.scheduler.advance(job_id, row.num_tokens)
+            self._events.append(Computed(job_id, row.sequence.num_computed_tokens, token))
+
+    def _admit(self) -> None:
+        """Admits from the head of the queue while slots and blocks last; called whenever either may have come free."""
+        self._changed = True
+        while (job_id := self.scheduler.head()) is not None:
+            job = self._jobs[job_id]
+            prefix = job.sequence.block_hashes[: job.sequence.num_reusable_blocks]
+            try:
+                reservation = self.pool.reserve(_reservation(job_id), prefix, self._blocks_for(job.sequence))
+            except OverloadedError:
+                return
+            self.scheduler.admit_head()
+            job.admitted = True
+            job.sequence.num_computed_tokens = reservation.num_cached * self.block_tokens
+            self._events.append(Admitted(job_id, tuple(reservation.block_ids), reservation.num_cached))
+
+    def _register(self, sequence: Sequence) -> None:
+        blocks = sequence.unregistered_blocks()
+        for block_id, block_hash in blocks:
+            self.pool.register(block_id, block_hash)
+        sequence.num_registered_blocks += len(blocks)
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        return -(-sequence.num_tokens // self.block_tokens)
+
+
+def _reservation(job_id: JobId) -> ReservationId:
+    return ReservationId(str(job_id))

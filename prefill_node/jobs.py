@@ -1,0 +1,210 @@
+"""The event loop's half of a prefill node: one coroutine a request, from validation to its last block's commit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from kvrelay.engine.loop import EngineLoop
+from kvrelay.engine.sequence import Sequence
+from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError
+from kvrelay.kv.hashing import Buffer, chain_root
+from kvrelay.kv.layout import ModelInfo
+from kvrelay.rpc import raw
+from kvrelay.types import (
+    BlockCounts,
+    BlockHash,
+    BlockId,
+    CachedTokens,
+    HandoffTarget,
+    NodeRequest,
+    NodeStatus,
+    PrefillFinished,
+    PrefillStarted,
+    Tier,
+    check_token_id,
+)
+from prefill_node.engine import PrefillCore, PrefillOutput
+from prefill_node.links import DecodeLinks
+from prefill_node.metrics import PrefillMetrics
+from prefill_node.prefix import BlockStore, count_cached, load_prefix
+from prefill_node.progress import Progress
+from prefill_node.scheduler import JobId
+from prefill_node.sender import HandoffReport, HandoffSender
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KVAccess:
+    """How the event loop touches a job's blocks: plain memory copies, both. See `kvrelay.kv.cache.PagedKVCache`."""
+
+    read_slab: Callable[[BlockId], bytes]
+    write_slab: Callable[[BlockId, Buffer], None]
+
+
+class PrefillJobs:
+    """Runs requests on the engine; knows how the node stands."""
+
+    def __init__(
+        self,
+        engine: EngineLoop[PrefillCore],
+        model: ModelInfo,
+        kv: KVAccess,
+        links: DecodeLinks,
+        metrics: PrefillMetrics,
+        *,
+        stall_s: float,
+        load_limit_s: float = 5.0,
+        store: BlockStore | None = None,
+        offer: Callable[[list[BlockHash]], None] = lambda hashes: None,
+        on_status: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`offer` takes hashes for the kvstore; `on_status` is told when `status` changed."""
+        self._engine = engine
+        self._model = model
+        self._kv = kv
+        self._links = links
+        self._metrics = metrics
+        self._stall_s = stall_s
+        self._load_limit_s = load_limit_s
+        self._store = store
+        self._offer = offer
+        self._on_status = on_status
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._jobs: dict[JobId, Progress] = {}
+        self._draining = False
+        self._no_jobs = asyncio.Event()
+        self._no_jobs.set()
+        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0, 0)
+
+    def take(self, output: PrefillOutput) -> None:
+        """What the engine's steps tell."""
+        for event in output.events:
+            progress = self._jobs.get(event.job_id)
+            if progress is not None:
+                progress.take(event, self._clock())
+        self._output = output
+        self._metrics.stepped(output)
+        self._on_status()
+
+    def status(self, *, ready: bool) -> NodeStatus:
+        output = self._output
+        return NodeStatus(
+            ready=ready,
+            draining=self._draining,
+            blocks=output.blocks,
+            num_running=output.num_running,
+            num_waiting=output.num_waiting,
+            num_slots_free=0 if self._draining else output.num_slots_free,
+        )
+
+    async def drain(self) -> None:
+        """Takes no more jobs; returns when the last one has ended."""
+        self._draining = True
+        self._on_status()
+        await self._no_jobs.wait()
+
+    def fail_all(self, message: str) -> None:
+        """The engine is gone: ends every job, whose caller may try another node."""
+        for progress in self._jobs.values():
+            progress.fail(UnavailableError(message))
+
+    async def run(
+        self, request: NodeRequest, target: HandoffTarget | None
+    ) -> AsyncGenerator[PrefillStarted | PrefillFinished, None]:
+        """PrefillStarted, then PrefillFinished. Raises KVRelayError; closing or cancelling it frees everything."""
+        self._check(request, target)
+        root = chain_root(self._model.fingerprint, self._model.layout.fingerprint, request.tenant_salt)
+        sequence = Sequence.create(request, root, self._model.layout.block_tokens)
+        job_id, progress = self._open_job()
+        try:
+            await self._engine.call(lambda core: core.submit(job_id, sequence))
+            await progress.admitted()
+            started = self._clock()
+            cached = await self._load(job_id, sequence, progress)
+            yield PrefillStarted(cached)
+            yield await self._finish(sequence, target, progress, cached, started)
+        finally:
+            # Nothing of this job reads or writes its blocks any more, so the engine may give them away.
+            self._close_job(job_id)
+
+    # Ownership of a job
+
+    def _open_job(self) -> tuple[JobId, Progress]:
+        job_id, progress = JobId(next(self._ids)), Progress()
+        self._jobs[job_id] = progress
+        self._no_jobs.clear()
+        return job_id, progress
+
+    def _close_job(self, job_id: JobId) -> None:
+        self._engine.post(lambda core: core.end(job_id))
+        del self._jobs[job_id]
+        if not self._jobs:
+            self._no_jobs.set()
+
+    # Stages
+
+    async def _load(self, job_id: JobId, sequence: Sequence, progress: Progress) -> CachedTokens:
+        """Fills what the store has of the prefix, then lets the engine compute the rest."""
+        wanted = slice(progress.num_cached_blocks, sequence.num_reusable_blocks)
+        hashes = sequence.block_hashes[wanted]
+        tiers: list[Tier] = []
+        if self._store is not None and hashes:
+            tiers = await load_prefix(
+                self._store, hashes, progress.block_ids[wanted], self._kv.write_slab, self._load_limit_s
+            )
+        num_loaded = len(tiers)
+        self._engine.post(lambda core: core.start(job_id, num_loaded))
+        cached = count_cached(progress.num_cached_blocks, tiers, sequence.block_tokens)
+        self._metrics.started(cached, sequence.block_tokens)
+        return cached
+
+    async def _finish(
+        self,
+        sequence: Sequence,
+        target: HandoffTarget | None,
+        progress: Progress,
+        cached: CachedTokens,
+        started: float,
+    ) -> PrefillFinished:
+        report = await self._hand_off(sequence, target, progress) if target else HandoffReport(0.0, 0)
+        token = await progress.finished()
+        compute_s = progress.finished_at - started
+        self._metrics.computed(sequence.num_tokens - cached.total, compute_s)
+        self._offer(sequence.block_hashes)
+        return PrefillFinished(token, cached, compute_s, report.handoff_s, report.num_bytes)
+
+    async def _hand_off(self, sequence: Sequence, target: HandoffTarget, progress: Progress) -> HandoffReport:
+        async with self._links.use(target.address) as channel:
+            call = raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()
+            sender = HandoffSender(
+                *(call, target, self._model, sequence, progress, self._kv.read_slab),
+                stall_s=self._stall_s,
+                clock=self._clock,
+            )
+            report = await sender.send()
+        self._metrics.handed_off(report)
+        return report
+
+    def _check(self, request: NodeRequest, target: HandoffTarget | None) -> None:
+        """Raises InvalidRequestError or UnavailableError; what a coordinator of this release never causes."""
+        if self._draining:
+            raise UnavailableError("this prefill node is draining; use another one")
+        model, num_tokens = self._model, len(request.token_ids)
+        if num_tokens > model.max_model_len:
+            raise PromptTooLongError(f"{num_tokens} tokens are more than the model's {model.max_model_len}")
+        for token_id in request.token_ids:
+            check_token_id("token_ids", token_id, model.vocab_size)
+        request.sampling.validate(model.vocab_size)
+        if request.sampling.seed is None and not request.sampling.greedy:
+            raise InvalidRequestError("seed is not set; nodes take it from the coordinator")
+        most = (num_tokens - 1) // model.layout.block_tokens
+        if target is not None and not 0 <= target.first_block <= most:
+            raise InvalidRequestError(f"first_block is {target.first_block}; allowed is [0, {most}]")

@@ -1,0 +1,66 @@
+"""Connections to decode nodes, kept between handoffs: a new one costs two round trips and a slow start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from kvrelay.errors import UnavailableError
+from kvrelay.rpc.channel import open_channel
+
+MAX_IDLE_LINKS = 32  # decode nodes come and go under new addresses; those not seen for longest are let go
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+    retired: bool = False  # takes no new user; closed by its last one
+
+
+class DecodeLinks:
+    """One channel for each decode node in use. Belongs to the event loop."""
+
+    def __init__(
+        self, open_link: Callable[[str], grpc.aio.Channel] = open_channel, max_idle: int = MAX_IDLE_LINKS
+    ) -> None:
+        self._open_link = open_link
+        self._max_idle = max_idle
+        self._links: dict[str, _Link] = {}  # least recently taken first
+
+    @asynccontextmanager
+    async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """The node's channel. One that turns out unavailable serves no later handoff: the next connects anew."""
+        link = self._links.pop(address, None) or _Link(self._open_link(address))
+        self._links[address] = link
+        link.num_users += 1
+        try:
+            yield link.channel
+        except UnavailableError:
+            self._retire(address, link)
+            raise
+        finally:
+            link.num_users -= 1
+            await self._close_idle(link)
+
+    async def close(self) -> None:
+        """Closes every channel, also those in use: their calls end cancelled."""
+        links, self._links = self._links, {}
+        await asyncio.gather(*(link.channel.close() for link in links.values()))
+
+    def _retire(self, address: str, link: _Link) -> None:
+        link.retired = True
+        if self._links.get(address) is link:
+            del self._links[address]
+
+    async def _close_idle(self, link: _Link) -> None:
+        if link.retired and link.num_users == 0:
+            await link.channel.close()
+        idle = [(address, other) for address, other in self._links.items() if other.num_users == 0]
+        for address, other in idle[: max(0, len(idle) - self._max_idle)]:
+            del self._links[address]
+            await other.channel.close()

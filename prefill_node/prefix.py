@@ -1,0 +1,62 @@
+"""What of a prompt is not computed again: blocks of the node's own pool, then blocks of the kvstore.
+
+The pool pins its part when blocks are reserved (`PrefillCore`); the rest of the leading full blocks is asked from the
+store here and written into the reserved blocks. Whatever does not come, or comes damaged, is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from kvrelay.errors import CorruptBlockError, KVRelayError
+from kvrelay.kv.hashing import Buffer
+from kvrelay.types import BlockHash, BlockId, CachedTokens, Tier
+
+logger = logging.getLogger(__name__)
+
+
+class BlockStore(Protocol):
+    """The part of `kvrelay.kv.remote.StoreClient` that loading needs."""
+
+    def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]: ...
+
+
+def count_cached(num_device_blocks: int, store_tiers: Sequence[Tier], block_tokens: int) -> CachedTokens:
+    """Tokens by tier, of blocks pinned in the pool and of blocks loaded from the store."""
+    return CachedTokens(
+        device=num_device_blocks * block_tokens,
+        memory=store_tiers.count(Tier.MEMORY) * block_tokens,
+        disk=store_tiers.count(Tier.DISK) * block_tokens,
+    )
+
+
+async def load_prefix(
+    store: BlockStore,
+    hashes: Sequence[BlockHash],
+    block_ids: Sequence[BlockId],
+    write_slab: Callable[[BlockId, Buffer], None],
+    limit_s: float,
+) -> list[Tier]:
+    """Writes the store's slabs of `hashes` into `block_ids`, in order, up to the first that does not come right.
+
+    Returns the tiers of the blocks that were written within `limit_s`. Writes only between its own awaits: once this
+    coroutine has ended, by a cancel too, the blocks may be given away.
+    """
+    tiers: list[Tier] = []
+    try:
+        async with asyncio.timeout(limit_s), aclosing(store.get(hashes)) as slabs:
+            async for block_hash, slab, tier in slabs:
+                if len(tiers) == len(hashes) or block_hash != hashes[len(tiers)]:
+                    raise CorruptBlockError("the kvstore sent a block that was not asked for")
+                write_slab(block_ids[len(tiers)], slab)
+                tiers.append(tier)
+    except (KVRelayError, TimeoutError) as error:
+        why = str(error) or f"the kvstore took longer than {limit_s:g} s"
+        logger.warning(
+            "%d of %d blocks of a prefix were loaded, the rest is computed: %s", len(tiers), len(hashes), why
+        )
+    return tiers

@@ -1,0 +1,64 @@
+"""How far one job is, as the event loop knows it: the engine's news come in, the job's own coroutine waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvrelay.errors import KVRelayError
+from kvrelay.types import BlockId, GeneratedToken
+from prefill_node.engine import Admitted, Computed, Failed, JobEvent
+
+
+class Progress:
+    """State of one job. Only its own coroutines wait on it; they see every state that is final, not each step."""
+
+    def __init__(self) -> None:
+        self.block_ids: tuple[BlockId, ...] = ()  # set once the job is admitted
+        self.num_cached_blocks = 0  # of block_ids, found in the pool
+        self.num_computed_tokens = 0  # positions whose KV is final and may be sent; 0 until the prefix is loaded
+        self.first_token: GeneratedToken | None = None
+        self.finished_at = 0.0  # when first_token came
+        self.error: KVRelayError | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, event: JobEvent, now: float) -> None:
+        """Takes the engine's news."""
+        match event:
+            case Admitted():
+                self.block_ids, self.num_cached_blocks = event.block_ids, event.num_cached_blocks
+            case Computed():
+                self.num_computed_tokens = event.num_tokens
+                if event.token is not None:
+                    self.first_token, self.finished_at = event.token, now
+            case Failed():
+                self.fail(event.error)
+        self.notify()
+
+    def fail(self, error: KVRelayError) -> None:
+        """Ends every wait with `error`; the first error stays."""
+        self.error = self.error or error
+        self.notify()
+
+    def notify(self) -> None:
+        """Lets waiters look again, also at state of their own that changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Returns when `ready()`; raises the job's error if it has one."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            if ready():
+                return
+            await self._changed.wait()
+
+    async def admitted(self) -> None:
+        await self.wait_until(lambda: bool(self.block_ids))
+
+    async def finished(self) -> GeneratedToken:
+        """The first token, once the whole prompt is computed."""
+        await self.wait_until(lambda: self.first_token is not None)
+        assert self.first_token is not None
+        return self.first_token

@@ -1,0 +1,34 @@
+"""The Prefill service: protobuf in and out around `PrefillJobs`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvrelay.errors import UnavailableError
+from kvrelay.pb import prefill_pb2, prefill_pb2_grpc
+from kvrelay.rpc import convert
+from prefill_node.jobs import PrefillJobs
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """Refuses until `jobs` is set, once the model is loaded."""
+
+    def __init__(self) -> None:
+        self.jobs: PrefillJobs | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        if self.jobs is None:
+            raise UnavailableError("this prefill node is still loading its model")
+        node_request, target = convert.prefill_request_from_pb(request)
+        async with aclosing(self.jobs.run(node_request, target)) as events:
+            async for event in events:
+                yield convert.prefill_event_to_pb(event)

@@ -1,0 +1,252 @@
+"""Prefill node and decode node on a tiny model: tokens through a handoff are those of one engine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decode_node.config import DecodeConfig
+from decode_node.main import DecodeApp
+from kvrelay.errors import StaleError
+from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
+from kvrelay.kv.hashing import block_hashes, chain_root
+from kvrelay.rpc import convert, raw
+from kvrelay.rpc.channel import cancelling, open_channel
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.types import (
+    DecodeFinished,
+    FinishReason,
+    HandoffBegin,
+    HandoffTarget,
+    InstanceId,
+    NodeRequest,
+    PrefillFinished,
+    RequestId,
+    ReservationGranted,
+    SamplingParams,
+    TokensDecoded,
+)
+from prefill_node.config import PrefillConfig
+from prefill_node.main import PrefillApp
+from tests.support.hosting import hosted
+from tests.support.reference import ReferenceEngine
+from tests.support.tiny_model import make_tiny_model
+
+NUM_BLOCKS = 64
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=5)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Iterator[ReferenceEngine]:
+    return ReferenceEngine(model, NUM_BLOCKS)
+
+
+@dataclass
+class Pair:
+    """One prefill node and one decode node."""
+
+    prefill_app: PrefillApp
+    decode_app: DecodeApp
+    prefill: PrefillClient
+    decode: DecodeClient
+    decode_address: str
+
+    async def reserve(self, request: NodeRequest) -> ReservationGranted:
+        num_tokens = len(request.token_ids) + (request.sampling.max_tokens or 0)
+        return await self.decode.reserve(request, num_tokens, TIMEOUT_S)
+
+    def target(self, granted: ReservationGranted, attempt: int = 1) -> HandoffTarget:
+        return HandoffTarget(
+            self.decode_address,
+            granted.instance_id,
+            granted.reservation_id,
+            attempt,
+            granted.num_cached_blocks,
+        )
+
+    async def compute(self, request: NodeRequest, target: HandoffTarget) -> PrefillFinished:
+        async with self.prefill.prefill(request, target, timeout_s=TIMEOUT_S) as events:
+            finished = [event async for event in events][-1]
+        assert isinstance(finished, PrefillFinished)
+        return finished
+
+    async def tokens(self, granted: ReservationGranted) -> tuple[list[int], DecodeFinished]:
+        token_ids: list[int] = []
+        async with self.decode.decode(granted.reservation_id, timeout_s=TIMEOUT_S) as events:
+            async for event in events:
+                if isinstance(event, DecodeFinished):
+                    return token_ids, event
+                assert isinstance(event, TokensDecoded)
+                token_ids.extend(token.token_id for token in event.tokens)
+        raise AssertionError("the stream ended without DecodeFinished")
+
+    async def answer(self, request: NodeRequest) -> tuple[list[int], PrefillFinished, ReservationGranted]:
+        """As a coordinator would: reserve, then read the tokens while the prompt is computed."""
+        granted = await self.reserve(request)
+        reading = asyncio.create_task(self.tokens(granted))
+        finished = await self.compute(request, self.target(granted))
+        token_ids, end = await reading
+        assert end.reason is FinishReason.LENGTH
+        assert token_ids[0] == finished.first_token.token_id
+        return token_ids, finished, granted
+
+
+@asynccontextmanager
+async def pair(model: Path, **prefill_settings: object) -> AsyncIterator[Pair]:
+    """On the way out both pools hold nothing any more."""
+    settings = {"model": model, "dtype": "float32", "threads": 1, "num_blocks": NUM_BLOCKS}
+    prefill_app = PrefillApp(
+        PrefillConfig(**settings, **prefill_settings),  # type: ignore[arg-type]
+        InstanceId("prefill"),
+        CollectorRegistry(),
+    )
+    decode_app = DecodeApp(DecodeConfig(**settings), InstanceId("decode"), CollectorRegistry())  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        decode_address = await stack.enter_async_context(hosted(decode_app))
+        prefill_address = await stack.enter_async_context(hosted(prefill_app))
+        decode_channel = await stack.enter_async_context(open_channel(decode_address))
+        prefill_channel = await stack.enter_async_context(open_channel(prefill_address))
+        clients = PrefillClient(prefill_channel), DecodeClient(decode_channel)
+        yield Pair(prefill_app, decode_app, *clients, decode_address)
+    for app in (prefill_app, decode_app):
+        assert app._loaded is not None
+        app._loaded.pool.check()
+        counts = app._loaded.pool.counts()
+        assert (counts.held, counts.reserved) == (0, 0)
+
+
+def make_request(num_tokens: int, seed: int = 1, temperature: float = 0.0, max_tokens: int = 8) -> NodeRequest:
+    token_ids = tuple(3 + (seed * 31 + 7 * i) % 250 for i in range(num_tokens))
+    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True)
+    return NodeRequest(RequestId(f"r{seed}-{num_tokens}"), token_ids, num_tokens, sampling)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
+async def test_tokens_are_those_of_one_engine_alone(model: Path, reference: ReferenceEngine, chunk_tokens: int) -> None:
+    """Cold, then with every full block but the last one on both nodes, which then are not sent."""
+    async with pair(model, chunk_tokens=chunk_tokens) as nodes:
+        for num_tokens in (1, 2, 15, 16, 17, 31, 32, 33, 100, 250):
+            for temperature in (0.0, 0.8):
+                request = make_request(num_tokens, seed=num_tokens, temperature=temperature)
+                token_ids, finished, granted = await nodes.answer(request)
+                assert token_ids == reference.answer(request)
+                num_sent = -(-num_tokens // 16) - granted.num_cached_blocks
+                assert finished.handoff_bytes == num_sent * 8_192
+                if temperature:  # the second time round
+                    assert granted.num_cached_blocks == (num_tokens - 1) // 16
+                    assert finished.cached.device == (num_tokens - 1) // 16 * 16
+
+
+async def test_requests_at_once_do_not_change_each_other(model: Path, reference: ReferenceEngine) -> None:
+    async with pair(model, chunk_tokens=32, max_batched_tokens=48) as nodes:
+        requests = [make_request(20 + 17 * i, seed=i, temperature=0.7 * (i % 2)) for i in range(8)]
+        answers = await asyncio.gather(*(nodes.answer(request) for request in requests))
+        assert [token_ids for token_ids, _, _ in answers] == [reference.answer(request) for request in requests]
+
+
+async def test_a_prompt_that_shares_a_prefix_sends_only_the_rest(model: Path, reference: ReferenceEngine) -> None:
+    async with pair(model) as nodes:
+        short = make_request(40, seed=1)
+        await nodes.answer(short)
+        longer = make_request(90, seed=1)
+        assert longer.token_ids[:40] == short.token_ids
+        token_ids, finished, granted = await nodes.answer(longer)
+        assert token_ids == reference.answer(longer)
+        assert granted.num_cached_blocks == 2
+        assert finished.handoff_bytes == 4 * 8_192
+
+
+async def test_a_resumed_request_goes_on_where_it_was(model: Path, reference: ReferenceEngine) -> None:
+    """Prompt and earlier output as token_ids: the draws are those of the uninterrupted answer."""
+    async with pair(model) as nodes:
+        request = make_request(50, seed=4, temperature=0.9, max_tokens=12)
+        expected = reference.answer(request)
+        resumed = NodeRequest(request.request_id, request.token_ids + tuple(expected[:5]), 50, request.sampling)
+        granted = await nodes.decode.reserve(resumed, 62, TIMEOUT_S)
+        reading = asyncio.create_task(nodes.tokens(granted))
+        await nodes.compute(resumed, nodes.target(granted))
+        assert (await reading)[0] == expected[5:]
+
+
+async def test_a_handoff_is_repeated_after_its_stream_was_cut(model: Path, reference: ReferenceEngine) -> None:
+    """The first attempt leaves a wrong, if well-formed, block behind; the second one's KV is what counts."""
+    async with pair(model, chunk_tokens=16) as nodes:
+        request = make_request(100, seed=6)
+        granted = await nodes.reserve(request)
+        reading = asyncio.create_task(nodes.tokens(granted))
+        await send_one_block_and_break_off(nodes, request, granted)
+        finished = await nodes.compute(request, nodes.target(granted, attempt=2))
+        token_ids, _ = await reading
+        assert token_ids == reference.answer(request)
+        assert finished.handoff_bytes == 7 * 8_192
+
+
+async def send_one_block_and_break_off(nodes: Pair, request: NodeRequest, granted: ReservationGranted) -> None:
+    info = nodes.prefill_app.info
+    begin = HandoffBegin(
+        granted.reservation_id, granted.instance_id, 1, info.fingerprint, info.layout.fingerprint, 0, 7
+    )
+    root = chain_root(info.fingerprint, info.layout.fingerprint, b"")
+    first_hash = block_hashes(root, request.token_ids, 16)[0]
+    frames = (
+        control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(begin)),
+        block_frame(0, first_hash, b"\x3f" * info.layout.slab_bytes),
+    )
+    channel = open_channel(nodes.decode_address)
+    async with channel, cancelling(raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()) as call:
+        for num_blocks, frame in enumerate(frames):
+            await call.write(encode(frame))
+            received = convert.blocks_received_from_bytes(await call.read())
+            assert received.num_blocks == num_blocks
+
+
+async def test_a_cancelled_prefill_can_be_repeated(model: Path, reference: ReferenceEngine) -> None:
+    """The call is left as soon as the node began to work, while it computes and sends; at once another one follows."""
+    async with pair(model, chunk_tokens=16) as nodes:
+        request = make_request(300, seed=7)
+        granted = await nodes.reserve(request)
+        reading = asyncio.create_task(nodes.tokens(granted))
+        for attempt in range(1, 6):
+            async with nodes.prefill.prefill(request, nodes.target(granted, attempt)) as events:
+                await anext(events)
+        await nodes.compute(request, nodes.target(granted, attempt=6))
+        token_ids, _ = await reading
+        assert token_ids == reference.answer(request)
+
+
+async def test_a_handoff_for_an_ended_reservation_is_refused(model: Path) -> None:
+    async with pair(model) as nodes:
+        request = make_request(60, seed=8)
+        granted = await nodes.reserve(request)
+        await nodes.decode.release(granted.reservation_id)
+        with pytest.raises(StaleError, match=f"decode node {nodes.decode_address}"):
+            await nodes.compute(request, nodes.target(granted))
+
+
+async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
+    """The prefill node hears of it on its KV stream and stops, though most of the prompt is not computed yet."""
+    async with pair(model, chunk_tokens=4) as nodes:
+        request = make_request(900, seed=9)
+        granted = await nodes.reserve(request)
+        engine_may_go_on = threading.Event()
+        try:
+            async with nodes.prefill.prefill(request, nodes.target(granted)) as events:
+                await anext(events)
+                nodes.prefill_app._engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
+                await nodes.decode.release(granted.reservation_id)
+                with pytest.raises(StaleError, match=f"decode node {nodes.decode_address}"):
+                    await anext(events)
+        finally:
+            engine_may_go_on.set()

@@ -1,0 +1,136 @@
+"""A coordinator and fake nodes in one event loop, joined over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from coordinator.config import CoordinatorConfig
+from coordinator.main import Coordinator
+from kvrelay.client import AnswerEvent, AsyncClient
+from kvrelay.rpc.convert_inference import ClusterStatus
+from kvrelay.rpc.health import Readiness
+from kvrelay.rpc.server import make_server
+from kvrelay.types import InstanceId, Prompt, RequestFinished, SamplingParams, TextPrompt, TokensGenerated
+from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.fake_nodes import FakeDecodeNode, FakeNode, FakePrefillNode
+
+TIMEOUT_S = 10.0  # of anything that a test waits for
+
+
+@cache
+def tokenizer_path() -> Path:
+    return make_byte_tokenizer(Path(mkdtemp(prefix="kvrelay-test-")) / "bytes")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A whole answer as a client saw it."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finished: RequestFinished
+
+
+@dataclass(slots=True)
+class Ends:
+    app: Coordinator
+    address: str
+    registry: CollectorRegistry
+    readiness: Readiness
+    client: AsyncClient
+    prefill: list[FakePrefillNode]
+    decode: list[FakeDecodeNode]
+
+    @property
+    def nodes(self) -> list[FakeNode]:
+        return [*self.prefill, *self.decode]
+
+    async def ask(self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, **kwargs: Any) -> Outcome:
+        events = self.client.generate(prompt or long_prompt(), sampling or greedy(), **kwargs)
+        return await asyncio.wait_for(collect(events), TIMEOUT_S)
+
+    async def check_idle(self) -> None:
+        """Nothing runs or waits anywhere, now or as soon as cancels have travelled."""
+        async with asyncio.timeout(TIMEOUT_S):
+            for node in self.nodes:
+                await node.until(lambda node=node: node.idle)  # type: ignore[misc]
+            await self.until_status(lambda status: status.num_queued == status.num_running == 0)
+        assert self.app.door.num_open == 0
+        assert self.metric("kvrelay_requests_running") == 0
+        assert self.metric("kvrelay_requests_waiting") == 0
+
+    async def until_status(self, condition: Callable[[ClusterStatus], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(await self.client.status()):
+                pass
+
+    async def until_queued(self, num_queued: int) -> None:
+        await self.until_status(lambda status: status.num_queued == num_queued)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def ends(num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, **settings: Any) -> AsyncIterator[Ends]:
+    """Ready to be asked. At the end everything must be idle, unless the body failed."""
+    config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **settings)
+    registry = CollectorRegistry()
+    app = Coordinator(config, InstanceId("coordinator-1"), registry)
+    server = make_server()
+    app.register(server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    readiness = Readiness(app.service_names)
+    await app.start(address, readiness)
+    decode = [FakeDecodeNode(f"decode-{number}", blocks) for number in range(1, num_decode + 1)]
+    prefill = [FakePrefillNode(decode, f"prefill-{number}") for number in range(1, num_prefill + 1)]
+    async with AsyncClient(address) as client:
+        ours = Ends(app, address, registry, readiness, client, prefill, decode)
+        try:
+            for node in ours.nodes:
+                await node.start(address)
+            await ours.until_status(lambda status: _num_ready(status) == num_prefill + num_decode)
+            yield ours
+            await ours.check_idle()
+        finally:
+            for node in ours.nodes:
+                await node.stop()
+            await app.close()
+            await server.stop(None)
+
+
+def _num_ready(status: ClusterStatus) -> int:
+    return sum(report.status.ready for report in status.nodes)
+
+
+async def collect(events: AsyncIterator[AnswerEvent]) -> Outcome:
+    token_ids: list[int] = []
+    text = ""
+    finished = None
+    async for event in events:
+        if isinstance(event, TokensGenerated):
+            token_ids += [token.token_id for token in event.tokens]
+            text += event.text
+        elif isinstance(event, RequestFinished):
+            finished = event
+    assert finished is not None
+    return Outcome(tuple(token_ids), text, finished)
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 100, **changes})
+
+
+def long_prompt() -> TextPrompt:
+    """100 tokens: 6 full blocks of 16 and 4 more."""
+    return TextPrompt("0123456789" * 10)

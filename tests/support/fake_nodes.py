@@ -1,0 +1,353 @@
+"""Prefill and decode nodes without a model, on real gRPC servers: they follow a script and know what they hold.
+
+The n-th token of any answer is `ANSWER_IDS[n]`, wherever it is computed, so an answer put together from two nodes can
+be compared with the whole. A node that is asked to go on after wrong tokens refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+
+from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError, OverloadedError, StaleError
+from kvrelay.kv.layout import KVLayout, ModelInfo, NodeInfo
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.rpc import convert
+from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.server import make_server
+from kvrelay.types import (
+    BlockCounts,
+    CachedTokens,
+    DecodeFinished,
+    FinishReason,
+    GeneratedToken,
+    HandoffTarget,
+    InstanceId,
+    NodeRequest,
+    NodeStatus,
+    PrefillFinished,
+    PrefillStarted,
+    ReservationGranted,
+    ReservationId,
+    Role,
+    TokensDecoded,
+)
+from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
+
+# "The answer is 42, whatever the question was." in bytes, each character's id, and then the end of the sequence.
+ANSWER_TEXT = "The answer is 42, whatever the question was."
+BLOCK_TOKENS = 16
+MODEL = ModelInfo(
+    name="bytes",
+    fingerprint="f1" * 32,
+    architecture="llama",
+    max_model_len=1024,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(EOS_TOKEN_ID,),
+    layout=KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=BLOCK_TOKENS),
+    dtype="float32",
+    attention_backend="none",
+)
+
+
+def byte_ids(text: str) -> tuple[int, ...]:
+    """Ids of printable ASCII text: the byte-level alphabet starts with "!" at id 3 and keeps their order; a blank is
+    written as its 221st character."""
+    return tuple(3 + (220 if char == " " else ord(char) - ord("!")) for char in text)
+
+
+ANSWER_IDS = (*byte_ids(ANSWER_TEXT), EOS_TOKEN_ID)
+
+
+class Stage:
+    """What a node can be told to do when it gets somewhere: fail, or wait until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.failures: list[KVRelayError] = []  # one is raised each time it is reached
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def hold(self) -> None:
+        self.gate.clear()
+
+    def let_go(self) -> None:
+        self.gate.set()
+
+    async def pass_through(self) -> None:
+        await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+class FakeNode:
+    """A member of the cluster on a port of its own."""
+
+    role: Role
+    stages: tuple[str, ...]
+
+    def __init__(self, instance_id: str, num_blocks: int) -> None:
+        self.instance_id = InstanceId(instance_id)
+        self.num_blocks = num_blocks
+        self.num_slots_free = 4
+        self.ready = True
+        self.model: ModelInfo = MODEL
+        self.at = {name: Stage() for name in self.stages}
+        self.reached: Counter[str] = Counter()
+        self.requests: list[NodeRequest] = []
+        self.address = ""
+        self._changed = asyncio.Event()
+        self._coordinator = ""
+        self._server: grpc.aio.Server | None = None
+        self._membership: Membership | None = None
+
+    async def start(self, coordinator: str, port: int = 0) -> None:
+        self._server = make_server()
+        self.register(self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+        self._coordinator = coordinator
+        await self._join()
+
+    async def stop(self) -> None:
+        """Leaves the cluster and ends every call: what others see when the process dies."""
+        if self._membership is not None:
+            await self._membership.close()
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def fall_silent(self) -> None:
+        """Reports nothing more; calls stay open."""
+        assert self._membership is not None
+        await self._membership.close()
+
+    async def join_again(self) -> None:
+        """Its stream to the coordinator breaks; its calls stay open."""
+        await self.fall_silent()
+        await self._join()
+
+    async def _join(self) -> None:
+        info = NodeInfo(self.role, self.instance_id, self.address, self.model)
+        self._membership = Membership(self._coordinator, info, self.status, interval_s=0.1)
+        await self._membership.start()
+        await self._membership.wait_joined()
+
+    async def kill(self) -> None:
+        """Ends every call at once while the coordinator still believes in the node."""
+        assert self._server is not None
+        await self._server.stop(None)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    def blocks(self) -> BlockCounts:
+        raise NotImplementedError
+
+    @property
+    def idle(self) -> bool:
+        raise NotImplementedError
+
+    def status(self) -> NodeStatus:
+        return NodeStatus(ready=self.ready, blocks=self.blocks(), num_slots_free=self.num_slots_free)
+
+    def tell(self) -> None:
+        """State changed: whoever waits for it looks, and the coordinator hears of it."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._membership is not None:
+            self._membership.changed()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    async def until_reached(self, stage: str, times: int = 1) -> None:
+        await self.until(lambda: self.reached[stage] >= times)
+
+    async def _reach(self, stage: str) -> None:
+        self.reached[stage] += 1
+        self.tell()
+        await self.at[stage].pass_through()
+
+
+@dataclass(slots=True)
+class Reservation:
+    request: NodeRequest
+    num_blocks: int
+    attempt: int = 0
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+    decoding: bool = False
+
+
+class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
+    """`num_cached_blocks` are said to be here of every prompt. Stage "token" is passed before each token."""
+
+    role = Role.DECODE_NODE
+    stages = ("reserve", "granted", "decode", "token", "finish")
+
+    def __init__(self, instance_id: str = "decode-1", num_blocks: int = 32) -> None:
+        super().__init__(instance_id, num_blocks)
+        self.num_cached_blocks = 0
+        self.reservations: dict[ReservationId, Reservation] = {}
+        self.max_reserved = 0  # most blocks ever reserved at once
+        self._numbers = itertools.count(1)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(reservation.num_blocks for reservation in self.reservations.values())
+
+    @property
+    def idle(self) -> bool:
+        return not self.reservations
+
+    def blocks(self) -> BlockCounts:
+        reserved = self.num_reserved
+        return BlockCounts(total=self.num_blocks, free=self.num_blocks - reserved, reserved=reserved)
+
+    def commit(self, target: HandoffTarget) -> None:
+        """What the KV stream of a prefill node would end in."""
+        reservation = self.reservations.get(target.reservation_id)
+        if reservation is None or target.instance_id != self.instance_id or target.attempt <= reservation.attempt:
+            raise StaleError(f"decode node {self.address}: no handoff is expected here")
+        if reservation.committed.is_set():
+            raise StaleError(f"decode node {self.address}: the handoff is committed already")
+        reservation.attempt = target.attempt
+        reservation.committed.set()
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
+        node_request, num_tokens = convert.reserve_request_from_pb(request)
+        await self._reach("reserve")
+        num_blocks = MODEL.layout.blocks_for(num_tokens)
+        if num_blocks > self.num_blocks - self.num_reserved:
+            raise OverloadedError(f"{num_blocks} blocks are not to be had now")
+        self.requests.append(node_request)
+        reservation_id = ReservationId(f"{self.instance_id}/{next(self._numbers)}")
+        self.reservations[reservation_id] = Reservation(node_request, num_blocks)
+        self.max_reserved = max(self.max_reserved, self.num_reserved)
+        # Granted, but the reply is not on its way: what a client's cancel in this moment leaves behind.
+        await asyncio.shield(self._reach("granted"))
+        num_cached = min(self.num_cached_blocks, (len(node_request.token_ids) - 1) // BLOCK_TOKENS)
+        granted = ReservationGranted(reservation_id, self.instance_id, num_cached, lease_s=10.0)
+        return convert.reservation_granted_to_pb(granted)
+
+    async def Release(self, request: decode_pb2.ReleaseRequest, context: Any) -> decode_pb2.ReleaseReply:
+        self._drop(ReservationId(request.reservation_id))
+        return decode_pb2.ReleaseReply()
+
+    async def Renew(self, request: decode_pb2.RenewRequest, context: Any) -> decode_pb2.RenewReply:
+        return decode_pb2.RenewReply(lease_s=10.0)
+
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        reservation_id = ReservationId(request.reservation_id)
+        reservation = self.reservations.get(reservation_id)
+        if reservation is None:
+            raise NotFoundError(f"there is no reservation {reservation_id}")
+        reservation.decoding = True
+        try:
+            await self._reach("decode")
+            if not request.compute_tail:
+                await reservation.committed.wait()
+            async for event in self._answer(reservation.request, compute_tail=request.compute_tail):
+                yield convert.decode_event_to_pb(event)
+        finally:
+            self._drop(reservation_id)
+
+    async def _answer(
+        self, request: NodeRequest, *, compute_tail: bool
+    ) -> AsyncIterator[TokensDecoded | DecodeFinished]:
+        output = request.token_ids[request.num_prompt_tokens :]
+        if output != ANSWER_IDS[: len(output)]:
+            raise InvalidRequestError(f"{output} is not how the answer begins")
+        for number in range(len(output), len(ANSWER_IDS)):
+            await self._reach("token")
+            token_id = ANSWER_IDS[number]
+            yield TokensDecoded((GeneratedToken(token_id),))
+            reason = finish_reason(request, token_id, number + 1)
+            if reason is not None:
+                await self._reach("finish")
+                cached = CachedTokens(device=self.num_cached_blocks * BLOCK_TOKENS) if compute_tail else CachedTokens()
+                yield DecodeFinished(reason, cached, compute_s=0.25 if compute_tail else 0.0)
+                return
+
+    def _drop(self, reservation_id: ReservationId) -> None:
+        if self.reservations.pop(reservation_id, None) is not None:
+            self.tell()
+
+
+class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
+    """Finds `cached` of every prompt. Stages: "start", before PrefillStarted; "compute"; "committed", before it tells
+    the coordinator of a handoff that the decode node has committed."""
+
+    role = Role.PREFILL_NODE
+    stages = ("start", "compute", "committed")
+
+    def __init__(
+        self, decode_nodes: list[FakeDecodeNode], instance_id: str = "prefill-1", num_blocks: int = 64
+    ) -> None:
+        super().__init__(instance_id, num_blocks)
+        self.cached = CachedTokens()
+        self.targets: list[HandoffTarget | None] = []
+        self.num_running = 0
+        self._decode_nodes = decode_nodes
+
+    def register(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    @property
+    def idle(self) -> bool:
+        return self.num_running == 0
+
+    def blocks(self) -> BlockCounts:
+        return BlockCounts(total=self.num_blocks, free=self.num_blocks)
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
+        node_request, target = convert.prefill_request_from_pb(request)
+        self.requests.append(node_request)
+        self.targets.append(target)
+        self.num_running += 1
+        try:
+            await self._reach("start")
+            yield convert.prefill_event_to_pb(PrefillStarted(self.cached))
+            await self._reach("compute")
+            if target is not None:
+                self._find(target.address).commit(target)
+            await self._reach("committed")
+            yield convert.prefill_event_to_pb(self._finished(node_request, target))
+        finally:
+            self.num_running -= 1
+            self.tell()
+
+    def _finished(self, request: NodeRequest, target: HandoffTarget | None) -> PrefillFinished:
+        number = len(request.token_ids) - request.num_prompt_tokens
+        return PrefillFinished(
+            first_token=GeneratedToken(ANSWER_IDS[number]),
+            cached=self.cached,
+            compute_s=0.5,
+            handoff_s=0.125 if target else 0.0,
+            handoff_bytes=4096 if target else 0,
+        )
+
+    def _find(self, address: str) -> FakeDecodeNode:
+        for node in self._decode_nodes:
+            if node.address == address:
+                return node
+        raise StaleError(f"decode node {address} is not there")
+
+
+def finish_reason(request: NodeRequest, token_id: int, num_output: int) -> FinishReason | None:
+    params = request.sampling
+    if token_id in params.stop_token_ids or (token_id == EOS_TOKEN_ID and not params.ignore_eos):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output == params.max_tokens else None
+
+
+def other_model(**changes: Any) -> ModelInfo:
+    return replace(MODEL, **changes)

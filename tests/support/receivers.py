@@ -1,0 +1,94 @@
+"""A KV receiver for sender tests: takes frames, keeps them, acknowledges when told to, fails when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvrelay.errors import KVRelayError
+from kvrelay.kv.frame import Frame, FrameKind, decode, verify
+from kvrelay.kv.hashing import ChecksumChain
+from kvrelay.rpc import convert, raw
+from kvrelay.types import BlocksReceived, HandoffBegin, HandoffEnd
+
+MAX_PAYLOAD_BYTES = 1 << 20
+
+
+class FakeReceiver:
+    """Serves /kvrelay.pb.KVTransfer/Receive. It proves every frame and commits, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.begin: HandoffBegin | None = None
+        self.end: HandoffEnd | None = None
+        self.blocks: list[Frame] = []
+        self.refusal: KVRelayError | None = None  # raised on BEGIN
+        self.fail_after: int | None = None  # blocks after which the stream ends, without commit
+        self.failure: KVRelayError | None = None  # how it ends then; None: as if all were well
+        self.may_acknowledge = asyncio.Event()
+        self.may_acknowledge.set()
+        self.hold_commit_only = False  # acknowledge blocks at once, but not END
+        self.committed = False
+        self.arrived = asyncio.Condition()
+        self.num_open = 0
+
+    def handler(self) -> Any:
+        return raw.raw_methods(raw.KV_TRANSFER, stream_stream={"Receive": self.receive})
+
+    async def receive(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self.num_open += 1
+        try:
+            async for message in messages:
+                frame = decode(message, max_payload_bytes=MAX_PAYLOAD_BYTES)
+                verify(frame)
+                reply = await self._take(frame)
+                if reply is None:
+                    return
+                if frame.kind is FrameKind.END or (frame.kind is not FrameKind.BEGIN and not self.hold_commit_only):
+                    await self.may_acknowledge.wait()
+                self.committed = reply.committed
+                yield convert.blocks_received_to_bytes(reply)
+        finally:
+            self.num_open -= 1
+            async with self.arrived:
+                self.arrived.notify_all()
+
+    async def wait_for_blocks(self, count: int) -> None:
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.blocks) >= count)
+
+    async def wait_for_end(self) -> None:
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: self.end is not None)
+
+    async def wait_for_close(self) -> None:
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: self.num_open == 0)
+
+    async def _take(self, frame: Frame) -> BlocksReceived | None:
+        if frame.kind is FrameKind.BEGIN:
+            self.begin = convert.handoff_begin_from_bytes(frame.payload)
+            if self.refusal is not None:
+                raise self.refusal
+            return BlocksReceived(0, committed=False)
+        if frame.kind is FrameKind.END:
+            reply = self._finish(convert.handoff_end_from_bytes(frame.payload))
+            async with self.arrived:
+                self.arrived.notify_all()
+            return reply
+        async with self.arrived:
+            self.blocks.append(frame)
+            self.arrived.notify_all()
+        if self.fail_after == len(self.blocks):
+            if self.failure is not None:
+                raise self.failure
+            return None
+        return BlocksReceived(len(self.blocks), committed=False)
+
+    def _finish(self, end: HandoffEnd) -> BlocksReceived:
+        chain = ChecksumChain()
+        for frame in self.blocks:
+            chain.add(frame.checksum)
+        assert (end.num_blocks, end.checksum) == (len(self.blocks), chain.digest())
+        self.end = end
+        return BlocksReceived(len(self.blocks), committed=True)

@@ -1,0 +1,30 @@
+"""One engine that answers alone: the whole prompt in one step, then token after token, no cache and no batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrelay.engine.batch import Batch, ScheduledRow
+from kvrelay.engine.load import LoadedEngine, load_engine
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kv.hashing import chain_root
+from kvrelay.types import BlockId, NodeRequest
+
+
+class ReferenceEngine:
+    def __init__(self, model: Path, num_blocks: int = 64) -> None:
+        self._engine: LoadedEngine = load_engine(model, dtype="float32", num_blocks=num_blocks, threads=1)
+        self._num_blocks = num_blocks
+
+    def answer(self, request: NodeRequest) -> list[int]:
+        """`sampling.max_tokens` token ids, also past an end-of-sequence."""
+        assert request.sampling.max_tokens is not None
+        sequence = Sequence.create(request, chain_root("reference", "", b""), self._engine.info.layout.block_tokens)
+        sequence.block_table = [BlockId(i) for i in range(self._num_blocks)]
+        for _ in range(request.sampling.max_tokens):
+            count = sequence.num_uncomputed
+            (token,) = self._engine.runner.run(Batch((ScheduledRow(sequence, count),)))
+            assert token is not None
+            sequence.num_computed_tokens += count
+            sequence.append(token.token_id)
+        return sequence.output_ids

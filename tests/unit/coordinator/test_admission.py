@@ -1,0 +1,135 @@
+"""Who may ask for room, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.admission import Admission, Ticket
+from kvrelay.errors import OverloadedError
+
+
+class Queue:
+    """An Admission whose turns are noted by name."""
+
+    def __init__(self, max_queue: int = 10, max_trying: int = 2) -> None:
+        self.admission = Admission(max_queue, max_trying=max_trying)
+        self.turns: list[str] = []
+
+    def enter(self, name: str, *, front: bool = False, refused: bool = False) -> Ticket:
+        return self.admission.enter(self._noting(name), 0.0, front=front, refused=refused)
+
+    def new_turns(self) -> list[str]:
+        turns, self.turns = self.turns, []
+        return turns
+
+    def _noting(self, name: str) -> Callable[[], None]:
+        return lambda: self.turns.append(name)
+
+
+def test_several_try_at_once_in_order() -> None:
+    queue = Queue(max_trying=2)
+    first = queue.enter("first")
+    queue.enter("second")
+    queue.enter("third")
+    assert queue.new_turns() == ["first", "second"]
+    queue.admission.admitted(first, now=1.0)
+    assert queue.new_turns() == ["third"]
+    assert queue.admission.num_waiting == 2
+
+
+def test_nobody_passes_a_request_that_was_refused() -> None:
+    queue = Queue(max_trying=1)
+    first = queue.enter("first")
+    queue.enter("second")
+    queue.admission.refused(first)
+    assert queue.new_turns() == ["first"]  # and not the second
+    queue.admission.changed()
+    assert queue.new_turns() == ["first"]
+    queue.admission.admitted(first, now=1.0)
+    assert queue.new_turns() == ["second"]
+
+
+def test_change_during_a_try_means_another_try() -> None:
+    queue = Queue()
+    ticket = queue.enter("first")
+    queue.admission.changed()
+    assert queue.new_turns() == ["first"]
+    queue.admission.refused(ticket)
+    assert queue.new_turns() == ["first"]
+    queue.admission.refused(ticket)
+    assert queue.new_turns() == []
+
+
+def test_resumed_request_goes_to_the_front_even_of_a_full_queue() -> None:
+    queue = Queue(max_queue=1)
+    waiting = queue.enter("waiting")
+    queue.admission.refused(waiting)
+    queue.new_turns()
+    with pytest.raises(OverloadedError, match="1 requests wait already"):
+        queue.enter("too many")
+    queue.enter("resumed", front=True)
+    assert queue.new_turns() == ["resumed"]
+
+
+def test_request_that_was_just_refused_waits_for_a_change() -> None:
+    queue = Queue()
+    queue.enter("back", front=True, refused=True)
+    assert queue.new_turns() == []
+    queue.admission.changed()
+    assert queue.new_turns() == ["back"]
+
+
+def test_one_who_leaves_makes_way() -> None:
+    queue = Queue(max_trying=1)
+    first = queue.enter("first")
+    queue.admission.refused(first)
+    queue.enter("second")
+    queue.new_turns()
+    queue.admission.leave(first)
+    assert queue.new_turns() == ["second"]
+    queue.admission.leave(first)  # twice is harmless
+    assert queue.admission.num_waiting == 1
+
+
+def test_advice_follows_the_waits_within_bounds() -> None:
+    queue = Queue()
+    assert queue.admission.retry_after_s == 1.0
+    for _ in range(200):
+        queue.admission.admitted(queue.enter("patient"), now=8.0)
+    assert queue.admission.retry_after_s == pytest.approx(8.0)
+    for _ in range(200):
+        queue.admission.admitted(queue.enter("patient"), now=500.0)
+    assert queue.admission.retry_after_s == 30.0
+
+
+@given(st.lists(st.sampled_from(["enter", "resume", "admit", "refuse", "leave", "change"]), max_size=60))
+def test_no_wake_up_is_lost(steps: list[str]) -> None:
+    """Whatever happens, some request may try, or none waits, or all that may were refused since the last change."""
+    queue = Queue(max_queue=5, max_trying=2)
+    tickets: list[Ticket] = []
+    for step in steps:
+        trying = [ticket for ticket in tickets if ticket.trying]
+        match step:
+            case "enter" if not queue.admission.full:
+                tickets.append(queue.enter("new"))
+            case "resume":
+                tickets.insert(0, queue.enter("resumed", front=True))
+            case "admit" if trying:
+                queue.admission.admitted(trying[0], now=1.0)
+                tickets.remove(trying[0])
+            case "refuse" if trying:
+                queue.admission.refused(trying[-1])
+            case "leave" if tickets:
+                queue.admission.leave(tickets.pop())
+            case "change":
+                queue.admission.changed()
+        assert queue.admission.num_waiting == len(tickets)
+        assert sum(ticket.trying for ticket in tickets) <= 2
+        if tickets and not any(ticket.trying for ticket in tickets):
+            assert tickets[0].refused_at is not None
+    queue.admission.changed()
+    assert not tickets or any(ticket.trying for ticket in tickets)

@@ -1,0 +1,115 @@
+"""Who is a member of the cluster, and who may become one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.members import Members
+from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
+from kvrelay.kv.layout import KVLayout, ModelInfo, NodeInfo
+from kvrelay.types import BlockCounts, InstanceId, NodeStatus, Role
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
+MODEL = ModelInfo("m", "aa", "llama", 1024, 300, (2,), LAYOUT, "float32", "plain")
+READY = NodeStatus(ready=True, blocks=BlockCounts(total=10, free=10))
+
+
+def node(name: str = "one", role: Role = Role.DECODE_NODE, model: ModelInfo | None = MODEL) -> NodeInfo:
+    return NodeInfo(role, InstanceId(name), f"{name}:1", model)
+
+
+def test_member_is_usable_from_its_first_ready_status_on() -> None:
+    members = Members(timeout_s=3.0)
+    member = members.join(node(), now=0.0)
+    assert members.usable(Role.DECODE_NODE) == []
+    assert members.update(member, READY, now=0.1)
+    assert members.usable(Role.DECODE_NODE) == [member]
+    assert members.usable(Role.PREFILL_NODE) == []
+    assert not members.update(member, READY, now=0.2)
+    members.update(member, replace(READY, draining=True), now=0.3)
+    assert members.usable(Role.DECODE_NODE) == []
+
+
+def test_status_after_an_assignment_counts_as_change() -> None:
+    members = Members(timeout_s=3.0)
+    member = members.join(node(), now=0.0)
+    members.update(member, READY, now=0.1)
+    member.num_assigned = 2
+    assert members.update(member, READY, now=0.2)
+    assert member.num_assigned == 0
+
+
+def test_silence_ends_membership() -> None:
+    members = Members(timeout_s=3.0)
+    first, second = members.join(node("one"), now=0.0), members.join(node("two"), now=1.0)
+    assert members.next_expiry() == 3.0
+    assert members.expire(2.9) == []
+    assert members.expire(3.0) == [first]
+    assert members.all() == [second]
+    assert members.next_expiry() == 4.0
+    with pytest.raises(StaleError, match="join again"):
+        members.update(first, READY, now=3.1)
+
+
+def test_member_that_joins_again_keeps_its_pool_size_but_waits_for_a_status() -> None:
+    members = Members(timeout_s=3.0)
+    first = members.join(node(), now=0.0)
+    members.update(first, READY, now=0.1)
+    members.disconnect(first)
+    assert members.usable(Role.DECODE_NODE) == []
+    again = members.join(node(), now=0.2)
+    assert members.all() == [again]
+    assert members.largest_pool(Role.DECODE_NODE) == 10
+    members.disconnect(first)  # the old stream's end comes late
+    members.update(again, READY, now=0.3)
+    assert members.usable(Role.DECODE_NODE) == [again]
+
+
+def test_new_process_at_an_address_names_its_past() -> None:
+    members = Members(timeout_s=3.0)
+    old = members.join(node("one"), now=0.0)
+    new = replace(node("one"), instance_id=InstanceId("two"))
+    members.join(new, now=0.1)
+    assert members.past_of(new) is old
+    members.remove(old)
+    assert members.past_of(new) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (replace(MODEL, fingerprint="bb"), "model fingerprint bb, but this cluster's is aa"),
+        (replace(MODEL, layout=replace(LAYOUT, block_tokens=32)), "KV layout fingerprint"),
+        (replace(MODEL, max_model_len=2048), "model length 2048"),
+        (replace(MODEL, vocab_size=400), "vocabulary size 400"),
+        (replace(MODEL, vocab_size=200), "200 token ids, but the coordinator's tokenizer has 250"),
+    ],
+)
+def test_foreign_model_is_refused(model: ModelInfo, message: str) -> None:
+    members = Members(timeout_s=3.0, min_vocab_size=250)
+    members.join(node("one", Role.PREFILL_NODE), now=0.0)
+    with pytest.raises(ForeignBlockError, match=message):
+        members.join(node("two", model=model), now=0.0)
+    assert len(members.all()) == 1
+
+
+def test_other_model_may_come_when_all_have_left() -> None:
+    members = Members(timeout_s=3.0)
+    members.remove(members.join(node(), now=0.0))
+    other = replace(MODEL, fingerprint="bb")
+    members.join(node("two", model=other), now=0.0)
+    assert members.model == other
+
+
+def test_nonsense_is_refused() -> None:
+    members = Members(timeout_s=3.0)
+    with pytest.raises(InvalidRequestError, match="protocol version 2"):
+        members.join(replace(node(), protocol_version=2), now=0.0)
+    with pytest.raises(InvalidRequestError, match="without saying which model"):
+        members.join(node(model=None), now=0.0)
+    with pytest.raises(InvalidRequestError, match="is empty"):
+        members.join(replace(node(), address=""), now=0.0)
+    members.join(node("store", Role.KVSTORE, model=None), now=0.0)
+    assert members.model is None

@@ -1,0 +1,84 @@
+"""Which node is asked first."""
+
+from __future__ import annotations
+
+from coordinator.members import Member
+from coordinator.router import PrefixIndex, has_slot, rank_decode, rank_prefill
+from kvrelay.kv.layout import NodeInfo
+from kvrelay.types import BlockCounts, BlockHash, InstanceId, NodeStatus, Role
+
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
+
+
+def hashes(text: str) -> list[BlockHash]:
+    return [BlockHash(char.encode()) for char in text]
+
+
+def member(
+    name: str, *, total: int = 100, free: int = 100, running: int = 0, slots: int = 4, assigned: int = 0
+) -> Member:
+    blocks = BlockCounts(total=total, free=free, held=total - free)
+    status = NodeStatus(ready=True, blocks=blocks, num_running=running, num_slots_free=slots)
+    return Member(NodeInfo(Role.DECODE_NODE, InstanceId(name), name, None), status, 0.0, assigned)
+
+
+def names(members: list[Member]) -> str:
+    return "".join(one.info.instance_id for one in members)
+
+
+def test_least_loaded_decode_node_comes_first() -> None:
+    members = [member("a", running=3), member("b", running=1), member("c", running=1, assigned=1)]
+    assert names(rank_decode(members, {}, num_blocks=10)) == "bca"
+
+
+def test_cached_prefix_outweighs_some_load() -> None:
+    members = [member("a", running=2), member("b")]
+    assert names(rank_decode(members, {A: 7}, num_blocks=10)) == "ba"
+    assert names(rank_decode(members, {A: 9}, num_blocks=10)) == "ab"
+
+
+def test_crowded_failed_and_too_small_nodes() -> None:
+    members = [member("a", free=5), member("b", running=20), member("c", total=9), member("d")]
+    assert names(rank_decode(members, {}, num_blocks=10, avoid={InstanceId("d")})) == "bad"
+    assert names(rank_decode(members, {A: 5}, num_blocks=10)) == "adb"  # five more fit beside its cached ones
+
+
+def test_prefill_nodes_with_a_slot_come_first() -> None:
+    members = [member("a", slots=0), member("b", running=3), member("c", slots=2, assigned=2, running=1)]
+    assert names(rank_prefill(members, {}, num_blocks=10)) == "bac"
+    assert names(rank_prefill(members, {}, num_blocks=10, avoid={B})) == "acb"
+    assert [has_slot(one) for one in members] == [False, True, False]
+
+
+def test_long_cached_prefix_is_worth_a_wait_at_a_prefill_node() -> None:
+    members = [member("a", running=1), member("b")]
+    assert names(rank_prefill(members, {A: 31}, num_blocks=100)) == "ba"
+    assert names(rank_prefill(members, {A: 33}, num_blocks=100)) == "ab"
+
+
+def test_prefix_index_knows_leading_blocks_only() -> None:
+    index = PrefixIndex()
+    index.record(A, hashes("wxyz"))
+    index.record(B, hashes("wx"))
+    index.record(C, hashes("yz"))
+    assert index.match(hashes("wxyq")) == {A: 3, B: 2}
+    assert index.match(hashes("qwx")) == {}
+    assert index.match([]) == {}
+
+
+def test_prefix_index_forgets_the_oldest_and_tails_first() -> None:
+    index = PrefixIndex(max_blocks=3)
+    index.record(A, hashes("wxy"))
+    index.record(B, hashes("q"))
+    assert index.match(hashes("wxy")) == {A: 2}
+    assert index.match(hashes("q")) == {B: 1}
+    assert len(index) == 3
+
+
+def test_prefix_index_forgets_a_process() -> None:
+    index = PrefixIndex()
+    index.record(A, hashes("wx"))
+    index.record(B, hashes("w"))
+    index.forget(A)
+    assert index.match(hashes("wx")) == {B: 1}
+    assert len(index) == 1

@@ -1,0 +1,282 @@
+"""The engine core of a prefill node: admission, prefix hits, ownership of blocks at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvrelay.engine.batch import Batch
+from kvrelay.engine.sequence import Sequence
+from kvrelay.errors import NeverFitsError, OverloadedError
+from kvrelay.kv.hashing import chain_root
+from kvrelay.kv.pool import BlockPool, PoolCorruptError
+from kvrelay.types import BlockCounts, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from prefill_node.engine import Admitted, Computed, Failed, JobEvent, PrefillCore
+from prefill_node.scheduler import JobId, PrefillScheduler
+
+BLOCK_TOKENS = 16
+ROOT = chain_root("model", "layout", b"")
+
+
+class FakeRunner:
+    """Draws the number of tokens that the sequence has; records the chunks it ran."""
+
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = []
+        self.error: Exception | None = None
+
+    def run(self, batch: Batch) -> Seq[GeneratedToken | None]:
+        if self.error is not None:
+            raise self.error
+        self.chunks.append([row.num_tokens for row in batch.rows])
+        return [GeneratedToken(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+
+
+def make_core(num_blocks: int = 16, budget: int = 512, max_prefills: int = 4, max_waiting: int = 8) -> PrefillCore:
+    scheduler = PrefillScheduler(
+        max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+    )
+    return PrefillCore(
+        FakeRunner(), BlockPool(num_blocks), scheduler, lambda block_id: b"slab of block %d" % block_id, BLOCK_TOKENS
+    )
+
+
+def make_sequence(num_tokens: int, first: int = 0) -> Sequence:
+    token_ids = tuple(range(first, first + num_tokens))
+    request = NodeRequest(RequestId("r"), token_ids, num_tokens, SamplingParams(seed=0, max_tokens=1))
+    return Sequence.create(request, ROOT, BLOCK_TOKENS)
+
+
+def drain(core: PrefillCore) -> list[JobEvent]:
+    """Steps until no work is left; what was told."""
+    events: list[JobEvent] = []
+    while core.has_work():
+        events.extend(core.step().events)
+    core.check_idle()
+    return events
+
+
+def run_prompt(core: PrefillCore, job: int, num_tokens: int, first: int = 0) -> tuple[int, list[JobEvent]]:
+    """A whole job without a store; the blocks it found in the pool and its events after the start."""
+    core.submit(JobId(job), make_sequence(num_tokens, first))
+    (admitted,) = drain(core)
+    assert isinstance(admitted, Admitted)
+    core.start(JobId(job), 0)
+    events = drain(core)
+    core.end(JobId(job))
+    drain(core)
+    return admitted.num_cached_blocks, events
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached_again"),
+    [(1, 0), (2, 0), (15, 0), (16, 0), (17, 1), (31, 1), (32, 1), (33, 2)],
+)
+def test_the_last_token_is_always_computed(num_tokens: int, num_cached_again: int) -> None:
+    """Again on the same prompt, at most (n - 1) // 16 blocks come from the pool, and every token is accounted for."""
+    core = make_core()
+    assert run_prompt(core, 1, num_tokens) == (
+        0,
+        [Computed(JobId(1), 0, None), Computed(JobId(1), num_tokens, GeneratedToken(num_tokens))],
+    )
+    assert core.pool.counts() == BlockCounts(
+        total=16, free=16 - num_tokens // 16, reserved=0, held=0, cached=num_tokens // 16
+    )
+    cached = num_cached_again * 16
+    assert run_prompt(core, 2, num_tokens) == (
+        num_cached_again,
+        [Computed(JobId(2), cached, None), Computed(JobId(2), num_tokens, GeneratedToken(num_tokens))],
+    )
+    assert core.runner.chunks == [[num_tokens], [num_tokens - cached]]  # type: ignore[attr-defined]
+
+
+def test_chunks_are_told_as_they_end() -> None:
+    core = make_core(budget=20)
+    _, events = run_prompt(core, 1, 50)
+    assert events == [
+        Computed(JobId(1), 0, None),
+        Computed(JobId(1), 20, None),
+        Computed(JobId(1), 40, None),
+        Computed(JobId(1), 50, GeneratedToken(50)),
+    ]
+
+
+def test_loaded_blocks_are_not_computed_and_serve_later_prompts() -> None:
+    core = make_core()
+    core.submit(JobId(1), make_sequence(50))
+    drain(core)
+    assert core.pool.counts().reserved == 4
+    core.start(JobId(1), 2)  # the store gave 2 of the 3 blocks asked for
+    assert drain(core) == [Computed(JobId(1), 32, None), Computed(JobId(1), 50, GeneratedToken(50))]
+    assert core.runner.chunks == [[18]]  # type: ignore[attr-defined]
+    core.end(JobId(1))
+    assert run_prompt(core, 2, 50)[0] == 3
+
+
+def test_a_job_that_needs_blocks_waits_and_those_behind_it_do_not_pass() -> None:
+    core = make_core(num_blocks=4)
+    core.submit(JobId(1), make_sequence(48))
+    core.submit(JobId(2), make_sequence(32, first=1_000))
+    core.submit(JobId(3), make_sequence(16, first=2_000))
+    assert [event.job_id for event in drain(core)] == [1]
+    core.end(JobId(1))
+    assert [event.job_id for event in drain(core)] == [2, 3]
+    core.end(JobId(2))
+    core.end(JobId(3))
+    drain(core)
+    assert core.pool.counts().held == core.pool.counts().reserved == 0
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_at_once() -> None:
+    core = make_core(num_blocks=4)
+    with pytest.raises(NeverFitsError, match="65 tokens needs 5 KV blocks; this prefill node has 4"):
+        core.submit(JobId(1), make_sequence(65))
+    core.submit(JobId(2), make_sequence(64))
+    assert [event.job_id for event in drain(core)] == [2]
+
+
+def test_the_shallow_queue_is_bounded() -> None:
+    core = make_core(max_prefills=1, max_waiting=1)
+    core.submit(JobId(1), make_sequence(16))
+    core.submit(JobId(2), make_sequence(16))
+    with pytest.raises(OverloadedError):
+        core.submit(JobId(3), make_sequence(16))
+    output = core.step()
+    assert (output.num_running, output.num_waiting, output.num_slots_free) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("stage", ["waiting", "admitted", "started", "half computed", "computed", "unknown"])
+def test_a_job_ended_at_any_stage_leaves_nothing(stage: str) -> None:
+    core = make_core(num_blocks=8, budget=20, max_prefills=1)
+    blocker = stage == "waiting"
+    if blocker:
+        core.submit(JobId(9), make_sequence(16, first=5_000))
+    if stage != "unknown":
+        core.submit(JobId(1), make_sequence(50))
+    if stage in ("started", "half computed", "computed"):
+        core.start(JobId(1), 1)
+    if stage == "half computed":
+        core.step()
+    if stage == "computed":
+        drain(core)
+    core.end(JobId(1))
+    core.end(JobId(1))  # a second end changes nothing
+    core.end(JobId(9))
+    drain(core)
+    counts = core.pool.counts()
+    assert (counts.held, counts.reserved) == (0, 0)
+    assert counts.cached == {"started": 1, "half computed": 2, "computed": 3}.get(stage, 0)
+
+
+def test_two_of_the_same_prompt_at_once_end_with_one_copy_cached() -> None:
+    core = make_core()
+    for job_id in (JobId(1), JobId(2)):
+        core.submit(job_id, make_sequence(40))
+        core.start(job_id, 0)
+    drain(core)
+    core.end(JobId(1))
+    core.end(JobId(2))
+    drain(core)
+    assert core.pool.counts() == BlockCounts(total=16, free=14, reserved=0, held=0, cached=2)
+
+
+def test_a_failed_step_fails_what_computes_and_spares_the_rest() -> None:
+    core = make_core(budget=16, max_prefills=3)
+    for job in (1, 2, 3):
+        core.submit(JobId(job), make_sequence(16, first=job * 100))
+    core.start(JobId(1), 0)
+    drain(core)  # computed; its blocks are being sent
+    core.start(JobId(2), 0)
+    core.runner.error = RuntimeError("logits are NaN")  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        core.step()
+    events = core.fail_all(RuntimeError("logits are NaN")).events
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert [event.job_id for event in failed] == [2]
+    assert "logits are NaN" in failed[0].error.message
+    core.runner.error = None  # type: ignore[attr-defined]
+    core.start(JobId(3), 0)
+    assert drain(core)[-1] == Computed(JobId(3), 16, GeneratedToken(16))
+    for job in (1, 2, 3):
+        core.end(JobId(job))
+    drain(core)
+    assert core.pool.counts() == BlockCounts(total=16, free=14, reserved=0, held=0, cached=2)
+
+
+def test_a_cached_block_can_be_read_until_it_is_evicted() -> None:
+    core = make_core(num_blocks=1)
+    block_hash = make_sequence(16).block_hashes[0]
+    assert core.read(block_hash) is None
+    run_prompt(core, 1, 16)
+    assert core.read(block_hash) == b"slab of block 0"
+    run_prompt(core, 2, 16, first=500)
+    assert core.read(block_hash) is None
+
+
+def test_a_block_held_by_nobody_is_found_when_idle() -> None:
+    core = make_core()
+    core.pool.allocate(1)
+    with pytest.raises(PoolCorruptError, match="1 blocks are held"):
+        core.check_idle()
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Any order of commands and steps: the books balance, and nothing is held once every job has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = make_core(num_blocks=10, budget=24, max_prefills=3, max_waiting=3)
+        self.next_job = 0
+        self.admitted: dict[JobId, Admitted] = {}
+        self.alive: dict[JobId, Sequence] = {}
+
+    @rule(num_tokens=st.integers(1, 150), family=st.integers(0, 1))
+    def submit(self, num_tokens: int, family: int) -> None:
+        self.next_job += 1
+        sequence = make_sequence(num_tokens, first=family * 1_000)
+        try:
+            self.core.submit(JobId(self.next_job), sequence)
+        except OverloadedError:
+            assert len(self.alive) >= 6 or self.core.scheduler.num_slots_free == 0
+        else:
+            self.alive[JobId(self.next_job)] = sequence
+
+    @rule()
+    def step(self) -> None:
+        for event in self.core.step().events:
+            if isinstance(event, Admitted) and event.job_id in self.alive:
+                self.admitted[event.job_id] = event
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.admitted)))
+        most = self.alive[job_id].num_reusable_blocks - self.admitted.pop(job_id).num_cached_blocks
+        self.core.start(job_id, data.draw(st.integers(0, most)))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.alive)))
+        del self.alive[job_id]
+        self.admitted.pop(job_id, None)
+        self.core.end(job_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.core.check_idle()
+
+    def teardown(self) -> None:
+        for job_id in self.alive:
+            self.core.end(job_id)
+        drain(self.core)
+        counts = self.core.pool.counts()
+        assert (counts.held, counts.reserved) == (0, 0)
+
+
+TestAnyOrder = CoreMachine.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,166 @@
+"""The chunk scheduler: budget, fairness between short and long prompts, admission order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.errors import OverloadedError
+from prefill_node.scheduler import JobId, PrefillScheduler, share_budget
+
+REMAINING = st.lists(st.integers(1, 5_000), max_size=12)
+BUDGET = st.integers(1, 2_048)
+CHUNK = st.integers(1, 1_024)
+
+
+@pytest.mark.parametrize(
+    ("remaining", "budget", "chunk_tokens", "expected"),
+    [
+        ([], 512, 512, []),
+        ([2_000], 512, 512, [512]),
+        ([2_000], 512, 64, [64]),
+        ([7], 512, 512, [7]),
+        ([2_000, 30], 512, 512, [482, 30]),  # the short one ends at once, the long one takes what is left
+        ([2_000, 500], 512, 512, [128, 384]),  # the oldest is sure of a quarter
+        ([30, 2_000], 512, 512, [30, 482]),
+        ([2_000, 300, 300], 512, 512, [128, 300, 84]),  # among equals the older one first
+        ([2_000, 300, 20], 512, 512, [192, 300, 20]),
+        ([5, 5, 5], 1, 512, [1, 0, 0]),  # the smallest budget still advances
+    ],
+)
+def test_share_of_one_step(remaining: list[int], budget: int, chunk_tokens: int, expected: list[int]) -> None:
+    assert share_budget(remaining, budget=budget, chunk_tokens=chunk_tokens) == expected
+
+
+@given(REMAINING, BUDGET, CHUNK)
+def test_a_step_stays_in_its_budget_and_wastes_none(remaining: list[int], budget: int, chunk_tokens: int) -> None:
+    granted = share_budget(remaining, budget=budget, chunk_tokens=chunk_tokens)
+    wanted = [min(tokens, chunk_tokens) for tokens in remaining]
+    assert all(0 <= got <= want for got, want in zip(granted, wanted, strict=True))
+    assert sum(granted) == min(budget, sum(wanted))
+
+
+@given(REMAINING.filter(bool), BUDGET, CHUNK)
+def test_the_oldest_prompt_advances_by_its_share_in_every_step(
+    remaining: list[int], budget: int, chunk_tokens: int
+) -> None:
+    granted = share_budget(remaining, budget=budget, chunk_tokens=chunk_tokens)
+    assert granted[0] >= min(remaining[0], chunk_tokens, max(1, budget // 4))
+
+
+@given(REMAINING.filter(bool), st.integers(2, 2_048), st.data())
+def test_longer_prompts_take_no_more_than_the_oldest_share_from_a_shorter_one(
+    remaining: list[int], budget: int, data: st.DataObject
+) -> None:
+    """As long as a prompt is not done, it and those as short share budget - budget // 4 tokens of each step."""
+    index = data.draw(st.integers(0, len(remaining) - 1))
+    granted = share_budget(remaining, budget=budget, chunk_tokens=5_000)
+    if granted[index] < remaining[index]:
+        as_short = sum(got for got, left in zip(granted, remaining, strict=True) if left <= remaining[index])
+        assert as_short >= budget - max(1, budget // 4)
+
+
+def test_a_long_prompt_ends_under_an_endless_stream_of_short_ones() -> None:
+    """4,096 tokens at a quarter of 512 a step end after 32 steps, though short prompts fill each step's budget."""
+    long_left, num_steps = 4_096, 0
+    while long_left:
+        granted = share_budget([long_left, *[64] * 8], budget=512, chunk_tokens=512)
+        long_left -= granted[0]
+        num_steps += 1
+    assert num_steps == 32
+
+
+def make_scheduler(max_prefills: int = 2, max_waiting: int = 3, budget: int = 100) -> PrefillScheduler:
+    return PrefillScheduler(
+        max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+    )
+
+
+def jobs(*ids: int) -> list[JobId]:
+    return [JobId(i) for i in ids]
+
+
+def test_jobs_are_admitted_in_order_of_arrival_while_slots_last() -> None:
+    scheduler = make_scheduler()
+    for job_id in jobs(1, 2, 3):
+        scheduler.enqueue(job_id)
+    assert scheduler.head() == 1
+    assert scheduler.head() == 1  # asking changes nothing: the head keeps its place until blocks are to be had
+    scheduler.admit_head()
+    assert scheduler.head() == 2
+    scheduler.admit_head()
+    assert scheduler.head() is None
+    scheduler.remove(JobId(1))
+    assert scheduler.head() == 3
+
+
+def test_a_full_queue_refuses_and_says_so() -> None:
+    scheduler = make_scheduler(max_prefills=1, max_waiting=1)
+    scheduler.enqueue(JobId(1))
+    scheduler.admit_head()
+    scheduler.enqueue(JobId(2))
+    assert scheduler.num_slots_free == 0
+    with pytest.raises(OverloadedError, match="1 prompts in work and 1 waiting"):
+        scheduler.enqueue(JobId(3))
+    assert (scheduler.num_admitted, scheduler.num_waiting) == (1, 1)
+
+
+def test_a_computed_prompt_gives_its_slot_back() -> None:
+    scheduler = make_scheduler(max_prefills=1)
+    scheduler.enqueue(JobId(1))
+    scheduler.enqueue(JobId(2))
+    scheduler.admit_head()
+    assert scheduler.schedule() == []  # its prefix is still loading
+    scheduler.start(JobId(1), 150)
+    assert scheduler.schedule() == [(1, 100)]
+    scheduler.advance(JobId(1), 100)
+    assert scheduler.head() is None
+    assert scheduler.schedule() == [(1, 50)]
+    scheduler.advance(JobId(1), 50)
+    assert not scheduler.has_chunks
+    assert scheduler.head() == 2
+
+
+def test_jobs_age_by_admission_not_by_the_end_of_their_load() -> None:
+    scheduler = make_scheduler()
+    for job_id in jobs(1, 2):
+        scheduler.enqueue(job_id)
+        scheduler.admit_head()
+    scheduler.start(JobId(2), 1_000)
+    scheduler.start(JobId(1), 1_000)
+    assert scheduler.schedule() == [(1, 100)]
+
+
+@pytest.mark.parametrize("stage", ["waiting", "admitted", "computing", "gone"])
+def test_a_job_can_be_removed_at_every_stage(stage: str) -> None:
+    scheduler = make_scheduler(max_prefills=2, max_waiting=0)
+    if stage != "gone":
+        scheduler.enqueue(JobId(1))
+    if stage in ("admitted", "computing"):
+        scheduler.admit_head()
+    if stage == "computing":
+        scheduler.start(JobId(1), 10)
+    scheduler.remove(JobId(1))
+    assert scheduler.num_slots_free == 2
+    assert not scheduler.has_chunks
+    assert scheduler.head() is None
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=10), st.integers(1, 64), st.integers(1, 64))
+def test_every_prompt_is_computed_exactly_once(lengths: list[int], budget: int, chunk_tokens: int) -> None:
+    scheduler = PrefillScheduler(
+        max_batched_tokens=budget, chunk_tokens=chunk_tokens, max_prefills=3, max_waiting=len(lengths)
+    )
+    computed = dict.fromkeys(jobs(*range(len(lengths))), 0)
+    for job_id in computed:
+        scheduler.enqueue(job_id)
+    for _ in range(sum(lengths)):
+        while (head := scheduler.head()) is not None:
+            scheduler.admit_head()
+            scheduler.start(head, lengths[head])
+        for job_id, count in scheduler.schedule():
+            computed[job_id] += count
+            scheduler.advance(job_id, count)
+    assert list(computed.values()) == lengths
+    assert scheduler.num_admitted == scheduler.num_waiting == 0
