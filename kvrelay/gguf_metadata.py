@@ -1,4 +1,4 @@
-"""Reads the key-value part of a GGUF file: what a tokenizer needs, without touching the weights.
+"""Reads what stands before the weights of a GGUF file: key-value pairs and where each tensor lies.
 
 The `gguf` package keeps a numpy view of every one of the ~100,000 strings of a vocabulary, which takes seconds;
 this walks the same bytes once (layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,39 @@ _U64 = struct.Struct("<Q")
 _MAX_NESTING = 4
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """All key-value pairs: numbers, strings, and lists of them.
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor in the file. `shape` has the fastest axis first, as in GGUF; `kind` is ggml's number of its type."""
 
-    Raises ModelFileError, naming the file, when it is missing, no GGUF, of another version, or ends too early.
-    """
+    shape: tuple[int, ...]
+    kind: int
+    start: int  # byte in the file
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """`metadata` values are numbers, strings, and lists of them."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorPlace]
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Raises ModelFileError, naming the file, when it is missing, no GGUF, of another version, or ends too early."""
     try:
         with path.open("rb") as file:
             if file.seek(0, 2) == 0:
-                raise ModelFileError(f"{path} is empty; download the model again")
+                raise not_whole(path, "it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Cursor(path, data).pairs()
+                return _Cursor(path, data).header()
+    except FileNotFoundError as error:
+        raise ModelFileError(f"there is no model file {path}") from error
     except OSError as error:
         raise ModelFileError(f"cannot read model file {path}: {error.strerror or error}") from error
+
+
+def not_whole(path: Path, why: str) -> ModelFileError:
+    return ModelFileError(f"{path} is not a whole GGUF file (truncated download?): {why}")
 
 
 class _Cursor:
@@ -46,20 +67,29 @@ class _Cursor:
         self._data = data
         self._at = 0
 
-    def pairs(self) -> dict[str, Any]:
+    def header(self) -> GGUFHeader:
         if self._data[:4] != MAGIC:
-            raise ModelFileError(f"{self._path} is no GGUF file (it starts with {bytes(self._data[:4])!r})")
+            raise not_whole(self._path, f"it starts with {self._data[:4]!r}")
         self._at = 4
         try:
             version = self._number(_U32)
             if version not in VERSIONS:
                 raise ModelFileError(f"{self._path} is GGUF version {version}; versions 2 and 3 are read")
-            self._number(_U64)  # tensors
-            return {self._string(): self._value(self._number(_U32)) for _ in range(self._number(_U64))}
-        except (struct.error, EOFError, UnicodeDecodeError, OverflowError) as error:
-            raise ModelFileError(
-                f"{self._path} is truncated or damaged near byte {self._at}: {error}; download the model again"
-            ) from error
+            num_tensors = self._number(_U64)
+            num_pairs = self._number(_U64)
+            metadata = {self._string(): self._value(self._number(_U32)) for _ in range(num_pairs)}
+            return GGUFHeader(metadata, self._tensors(num_tensors, metadata.get("general.alignment", 32)))
+        except (struct.error, EOFError, ArithmeticError, TypeError, UnicodeDecodeError) as error:
+            raise not_whole(self._path, f"{error}, near byte {self._at}") from error
+
+    def _tensors(self, count: int, alignment: int) -> dict[str, TensorPlace]:
+        listed = {}
+        for _ in range(count):
+            name, num_axes = self._string(), self._number(_U32)
+            shape = tuple(self._number(_U64) for _ in range(num_axes))
+            listed[name] = (shape, self._number(_U32), self._number(_U64))
+        data_start = -(-self._at // alignment) * alignment
+        return {name: TensorPlace(shape, kind, data_start + offset) for name, (shape, kind, offset) in listed.items()}
 
     def _number(self, kind: struct.Struct) -> int:
         value: int = kind.unpack_from(self._data, self._at)[0]

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
 
 from kvrelay.chat_template import ChatMessage, ChatTemplate
 from kvrelay.errors import InvalidRequestError, ModelFileError
-from kvrelay.gguf_metadata import read_metadata
+from kvrelay.gguf_metadata import read_header
 
 _CONTROL = 3  # tokenizer.ggml.token_type of tokens that carry no text
 _USER_DEFINED = 4  # of tokens taken whole from the text, but shown
@@ -112,7 +112,7 @@ def _bytes_by_id(raw: RawTokenizer, text_of: Callable[[str], bytes]) -> list[byt
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_metadata(path)
+    metadata = read_header(path).metadata
     kind = _entry(metadata, "tokenizer.ggml.model", str, path)
     if kind != "gpt2":
         raise ModelFileError(f"{path}: tokenizer model {kind!r} is not served; 'gpt2' (byte-level BPE) is")

@@ -5,15 +5,17 @@ llama.cpp's converter stores the rows of q and k so that rotary pairs are neighb
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvrelay.errors import ModelFileError
+from kvrelay.gguf_metadata import TensorPlace, not_whole, read_header
 from kvrelay.model.config import from_gguf
 
 _NAMES = {
@@ -39,13 +41,15 @@ class GGUFWeights:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        reader = _open(path)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        metadata = {name: field.contents() for name, field in reader.fields.items() if not _is_vocabulary(name)}
+        header = read_header(path)
+        self._tensors = header.tensors
+        self._bytes = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        for name in self._tensors:
+            self._stored(name)
         embedding = self._find("token_embd.weight")
         self.config = from_gguf(
-            metadata,
-            vocab_size=int(embedding.shape[1]),
+            header.metadata,
+            vocab_size=embedding.shape[-1],
             tie_word_embeddings="output.weight" not in self._tensors,
         )
 
@@ -60,34 +64,31 @@ class GGUFWeights:
     def rope_divisors(self) -> Tensor | None:
         return self._read("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
 
-    def _find(self, name: str) -> Any:
+    def _find(self, name: str) -> TensorPlace:
         if name not in self._tensors:
             raise ModelFileError(f"{self._path} has no tensor {name}")
         return self._tensors[name]
 
     def _read(self, name: str) -> Tensor:
-        stored = self._find(name)
+        data, kind = self._stored(name)
         try:
-            values = gguf.dequantize(stored.data, stored.tensor_type)
+            values = gguf.dequantize(data, kind)
         except NotImplementedError:
-            kind = stored.tensor_type.name
-            raise ModelFileError(f"{self._path}: tensor {name} is {kind}, which cannot be dequantised") from None
+            raise ModelFileError(f"{self._path}: tensor {name} is {kind.name}, which cannot be dequantised") from None
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise ModelFileError(f"there is no model file {path}")
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        # The reader has no errors of its own: these are what it stumbles over when bytes are missing or wrong.
-        raise ModelFileError(f"{path} is not a whole GGUF file (truncated download?): {error}") from error
-
-
-def _is_vocabulary(name: str) -> bool:
-    """The token lists are long and only the tokenizer's affair."""
-    return name.startswith("tokenizer.") and not name.endswith("_token_id")
+    def _stored(self, name: str) -> tuple[npt.NDArray[np.uint8], gguf.GGMLQuantizationType]:
+        """A tensor's bytes, slowest axis first, the last axis packed as its type packs it."""
+        place = self._find(name)
+        try:
+            kind = gguf.GGMLQuantizationType(place.kind)
+            shape = gguf.quant_shape_to_byte_shape(place.shape[::-1], kind)
+        except (ValueError, IndexError) as error:
+            raise ModelFileError(f"{self._path}: tensor {name} is damaged or of an unknown type: {error}") from error
+        end = place.start + math.prod(shape)
+        if end > len(self._bytes):
+            raise not_whole(self._path, f"tensor {name} ends at byte {end}, the file at {len(self._bytes)}")
+        return self._bytes[place.start : end].reshape(shape), kind
 
 
 def _gguf_name(name: str) -> str:

@@ -45,7 +45,7 @@ class _Builder:
             dtype,
             embedding_VC=embedding_VC,
             layers=[self._layer(f"model.layers.{index}") for index in range(config.num_layers)],
-            norm_C=self._weight("model.norm", config.hidden_size),
+            norm_C=self._norm("model.norm"),
             lm_head=make_linear(head_VC),
             rotary=RotaryTable(config, self._dtype, self._device, self._source.rope_divisors()),
             attention=choose_backend(self._device),
@@ -57,10 +57,10 @@ class _Builder:
         num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         q, k, v = f"{at}.self_attn.q_proj", f"{at}.self_attn.k_proj", f"{at}.self_attn.v_proj"
         return DecoderLayer(
-            attention_norm_C=self._weight(f"{at}.input_layernorm", hidden),
+            attention_norm_C=self._norm(f"{at}.input_layernorm"),
             qkv=self._linear({q: num_q, k: num_kv, v: num_kv}, hidden),
             output=self._linear({f"{at}.self_attn.o_proj": hidden}, num_q),
-            mlp_norm_C=self._weight(f"{at}.post_attention_layernorm", hidden),
+            mlp_norm_C=self._norm(f"{at}.post_attention_layernorm"),
             gate_up=self._linear({f"{at}.mlp.gate_proj": inner, f"{at}.mlp.up_proj": inner}, hidden),
             down=self._linear({f"{at}.mlp.down_proj": hidden}, inner),
         )
@@ -69,6 +69,11 @@ class _Builder:
         """One linear whose outputs are those of several, laid end to end."""
         return make_linear(torch.cat([self._weight(name, rows, num_inputs) for name, rows in outputs.items()]))
 
+    def _norm(self, name: str) -> Tensor:
+        return self._read(name, self._config.hidden_size).to(self._device)
+
     def _weight(self, name: str, *shape: int) -> Tensor:
-        tensor = check_shape(f"{name}.weight", self._source.tensor(f"{name}.weight"), shape)
-        return tensor.to(self._device, self._dtype)
+        return self._read(name, *shape).to(self._device, self._dtype)
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        return check_shape(f"{name}.weight", self._source.tensor(f"{name}.weight"), shape)

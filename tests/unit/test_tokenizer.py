@@ -194,7 +194,7 @@ def test_the_real_file_cut_inside_its_vocabulary_is_refused(tmp_path: Path) -> N
     path = tmp_path / "cut.gguf"
     with demo_model_path().open("rb") as file:
         path.write_bytes(file.read(500_000))
-    with pytest.raises(ModelFileError, match=r"cut\.gguf is truncated or damaged near byte \d+"):
+    with pytest.raises(ModelFileError, match=r"cut\.gguf is not a whole GGUF file .* near byte \d+"):
         load_tokenizer(path)
 
 
