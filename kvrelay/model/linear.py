@@ -10,6 +10,13 @@ from torch import Tensor
 
 _PACKED_BATCH = 16  # rows oneDNN packs for; the packing serves every other count as well (measured 1 to 512)
 
+_PACKING_OPERATORS = (
+    "_reorder_linear_weight",
+    "_linear_pointwise",
+    "_is_mkldnn_bf16_supported",
+    "_is_mkldnn_fp16_supported",
+)
+
 
 class Linear(Protocol):
     def __call__(self, x_TI: Tensor) -> Tensor: ...
@@ -43,7 +50,7 @@ def _can_pack(weight_OI: Tensor) -> bool:
     if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators = torch.ops.mkldnn
-    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+    if not all(hasattr(operators, name) for name in _PACKING_OPERATORS):
         return False
     if weight_OI.dtype == torch.bfloat16:
         return bool(operators._is_mkldnn_bf16_supported())
