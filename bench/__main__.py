@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient
 from kvrelay.errors import KVRelayError
-from kvrelay.types import RequestFinished, SamplingParams, TokenPrompt, TokensGenerated
+from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
+from kvrelay.sampling import SamplingParams
 
 
 @dataclass(slots=True)

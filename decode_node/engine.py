@@ -8,22 +8,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decode_node.scheduler import Scheduler
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import ModelInfo
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, FinishReason, ReservationId
 
 
 class Runner(Protocol):

@@ -16,15 +16,15 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
 from decode_node.service import SERVICE_NAMES, DecodeService
+from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineLoop
-from kvrelay.kv.layout import NodeInfo
 from kvrelay.kv.remote import Offloader, StoreClient
 from kvrelay.metrics import BlockGauge
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.membership import Membership
-from kvrelay.types import BlockHash, InstanceId, NodeStatus, Role
+from kvrelay.types import BlockHash, InstanceId, Role
 
 HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
 LAST_WORDS_S = 0.5  # of the grace period, for requests that are dropped to hear of it before the server stops

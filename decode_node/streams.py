@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kvrelay.errors import KVRelayError
-from kvrelay.types import DecodeFinished, GeneratedToken, TokensDecoded
+from kvrelay.messages import DecodeFinished, TokensDecoded
+from kvrelay.sampling import GeneratedToken
 
 
 class TokenStream:

@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.client import AnswerEvent, AsyncClient
+from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.errors import InvalidRequestError, KVRelayError, UnavailableError
-from kvrelay.rpc.convert_inference import ClusterStatus, NodeReport
-from kvrelay.types import (
+from kvrelay.inference import (
     ChatMessage,
     ChatPrompt,
-    GeneratedToken,
     Prompt,
     RequestAccepted,
     RequestFinished,
-    SamplingParams,
     TextPrompt,
     TokenPrompt,
     TokensGenerated,
 )
+from kvrelay.sampling import GeneratedToken, SamplingParams
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 EXIT_FAILED = 1

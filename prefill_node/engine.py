@@ -16,7 +16,8 @@ from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NeverFitsError, OverloadedError
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.types import BlockCounts, BlockHash, BlockId, GeneratedToken, ReservationId
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, BlockId, ReservationId
 from prefill_node.scheduler import JobId, PrefillScheduler
 
 

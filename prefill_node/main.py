@@ -10,14 +10,14 @@ from contextlib import AsyncExitStack
 import grpc
 from prometheus_client import CollectorRegistry
 
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineLoop
-from kvrelay.kv.layout import ModelInfo, NodeInfo
 from kvrelay.kv.remote import Offloader, StoreClient
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.membership import Membership
-from kvrelay.types import BlockCounts, BlockHash, InstanceId, NodeStatus, Role
+from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 from prefill_node.config import PrefillConfig
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from kvrelay.errors import KVRelayError
-from kvrelay.types import BlockId, GeneratedToken
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.runner import ModelRunner
 from kvrelay.errors import ConfigError
 from kvrelay.kv.cache import PagedKVCache
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
 from kvrelay.model.attention import choose_backend
 from kvrelay.model.config import ModelConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.kv.hashing import block_hash, block_hashes
-from kvrelay.types import BlockHash, BlockId, FinishReason, NodeRequest
+from kvrelay.messages import NodeRequest
+from kvrelay.types import BlockHash, BlockId, FinishReason
 
 
 @dataclass(slots=True, eq=False)

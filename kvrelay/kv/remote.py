@@ -19,7 +19,7 @@ from kvrelay.kv.frame import Frame, FrameKind
 from kvrelay.kv.hashing import Buffer, ChecksumChain
 from kvrelay.kv.layout import KVLayout
 from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
-from kvrelay.rpc import convert, raw
+from kvrelay.rpc import convert_kvstore, convert_types, raw
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import open_channel
 from kvrelay.types import BlockHash, Tier
@@ -236,8 +236,8 @@ class Offloader:
 
 
 def _match_tiers(reply: kvstore_pb2.MatchReply) -> list[Tier]:
-    return [convert.tier_from_pb(tier) for tier in reply.tiers]
+    return [convert_kvstore.tier_from_pb(tier) for tier in reply.tiers]
 
 
 def _put_reply(message: bytes) -> kvstore_pb2.PutReply:
-    return convert.parse(kvstore_pb2.PutReply, message)
+    return convert_types.parse(kvstore_pb2.PutReply, message)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.types import NodeStatus, Role
+from kvrelay.cluster import NodeStatus
+from kvrelay.types import Role
 from tests.support import golden
 from tests.support.answers import ask, wait_until_quiet
 from tests.support.cluster import Cluster, RoleProcess, running

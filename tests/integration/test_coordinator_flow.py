@@ -17,16 +17,9 @@ from kvrelay.errors import (
     OverloadedError,
     UnavailableError,
 )
-from kvrelay.types import (
-    CachedTokens,
-    FinishReason,
-    RequestAccepted,
-    SamplingParams,
-    TextPrompt,
-    TokenPrompt,
-    TokensGenerated,
-    Usage,
-)
+from kvrelay.inference import RequestAccepted, TextPrompt, TokenPrompt, TokensGenerated, Usage
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import CachedTokens, FinishReason
 from tests.support.coordinator_ends import ends, greedy, long_prompt
 from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
 

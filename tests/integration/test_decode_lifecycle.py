@@ -18,15 +18,9 @@ from kvrelay.errors import (
     PromptTooLongError,
     UnavailableError,
 )
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.calls import Replies
-from kvrelay.types import (
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    NodeRequest,
-    ReservationGranted,
-    TokensDecoded,
-)
+from kvrelay.types import CachedTokens, FinishReason
 from tests.support.decode_harness import Handoff, Harness, ManualClock, decode_node, hand_over, send
 from tests.support.fake_engine import FakeRunner, make_request
 

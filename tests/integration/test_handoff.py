@@ -17,22 +17,20 @@ from decode_node.main import DecodeApp
 from kvrelay.errors import StaleError
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.rpc import convert, raw
-from kvrelay.rpc.channel import cancelling, open_channel
-from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import (
+from kvrelay.messages import (
     DecodeFinished,
-    FinishReason,
     HandoffBegin,
     HandoffTarget,
-    InstanceId,
     NodeRequest,
     PrefillFinished,
-    RequestId,
     ReservationGranted,
-    SamplingParams,
     TokensDecoded,
 )
+from kvrelay.rpc import convert_decode, raw
+from kvrelay.rpc.channel import cancelling, open_channel
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import FinishReason, InstanceId, RequestId
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
 from tests.support.hosting import hosted
@@ -201,14 +199,14 @@ async def send_one_block_and_break_off(nodes: Pair, request: NodeRequest, grante
     root = chain_root(info.fingerprint, info.layout.fingerprint, b"")
     first_hash = block_hashes(root, request.token_ids, 16)[0]
     frames = (
-        control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(begin)),
+        control_frame(FrameKind.BEGIN, convert_decode.handoff_begin_to_bytes(begin)),
         block_frame(0, first_hash, b"\x3f" * info.layout.slab_bytes),
     )
     channel = open_channel(nodes.decode_address)
     async with channel, cancelling(raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()) as call:
         for num_blocks, frame in enumerate(frames):
             await call.write(encode(frame))
-            received = convert.blocks_received_from_bytes(await call.read())
+            received = convert_decode.blocks_received_from_bytes(await call.read())
             assert received.num_blocks == num_blocks
 
 

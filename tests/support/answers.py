@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient
-from kvrelay.rpc.convert_inference import ClusterStatus
-from kvrelay.types import RequestFinished, Role, SamplingParams, TokenPrompt, TokensGenerated
+from kvrelay.cluster import ClusterStatus
+from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import Role
 
 ANSWER_TIMEOUT_S = 120.0
 QUIET_TIMEOUT_S = 15.0

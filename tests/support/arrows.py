@@ -12,6 +12,9 @@ ROLES = ("coordinator", "prefill_node", "decode_node", "kvstore")
 RANKS = {
     "kvrelay": 0,
     "kvrelay.types": 0,
+    "kvrelay.sampling": 0,
+    "kvrelay.messages": 0,
+    "kvrelay.inference": 0,
     "kvrelay.errors": 0,
     "kvrelay.config": 0,
     "kvrelay.log": 0,
@@ -22,6 +25,7 @@ RANKS = {
     "kvrelay.kv.pool": 2,
     "kvrelay.kv.frame": 2,
     "kvrelay.kv": 2,
+    "kvrelay.cluster": 2,
     "kvrelay.gguf_metadata": 2,
     "kvrelay.chat_template": 2,
     "kvrelay.tokenizer": 2,

@@ -16,10 +16,12 @@ from prometheus_client import CollectorRegistry
 from coordinator.config import CoordinatorConfig
 from coordinator.main import Coordinator
 from kvrelay.client import AnswerEvent, AsyncClient
-from kvrelay.rpc.convert_inference import ClusterStatus
+from kvrelay.cluster import ClusterStatus
+from kvrelay.inference import Prompt, RequestFinished, TextPrompt, TokensGenerated
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.server import make_server
-from kvrelay.types import InstanceId, Prompt, RequestFinished, SamplingParams, TextPrompt, TokensGenerated
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import InstanceId
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.fake_nodes import FakeDecodeNode, FakeNode, FakePrefillNode
 

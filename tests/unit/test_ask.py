@@ -9,24 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvrelay import ask
+from kvrelay.cluster import ClusterStatus, NodeInfo, NodeReport, NodeStatus
 from kvrelay.errors import InvalidRequestError
-from kvrelay.kv.layout import NodeInfo
-from kvrelay.rpc.convert_inference import ClusterStatus, NodeReport
-from kvrelay.types import (
-    BlockCounts,
-    CachedTokens,
-    FinishReason,
-    GeneratedToken,
-    InstanceId,
-    NodeStatus,
-    RequestAccepted,
-    RequestFinished,
-    RequestId,
-    Role,
-    Timing,
-    TokensGenerated,
-    Usage,
-)
+from kvrelay.inference import RequestAccepted, RequestFinished, Timing, TokensGenerated, Usage
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, RequestId, Role
 from tests.support.coordinator_ends import ends
 from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
 

@@ -11,15 +11,9 @@ from decode_node.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import NotFoundError, OverloadedError
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, CachedTokens, FinishReason, ReservationId
 from tests.support.fake_engine import FakeCache, FakeRunner, make_info, make_request
 
 ROOT = BlockHash(bytes(32))

@@ -6,7 +6,9 @@ import pytest
 
 from decode_node.streams import TokenStream
 from kvrelay.errors import UnavailableError
-from kvrelay.types import DecodeFinished, FinishReason, GeneratedToken, TokensDecoded
+from kvrelay.messages import DecodeFinished, TokensDecoded
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import FinishReason
 
 FINISHED = DecodeFinished(FinishReason.LENGTH)
 

@@ -14,7 +14,9 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import NeverFitsError, OverloadedError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.types import BlockCounts, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, RequestId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent, PrefillCore
 from prefill_node.scheduler import JobId, PrefillScheduler
 
