@@ -39,6 +39,9 @@ RANKS = {
     **dict.fromkeys(ROLES, 6),
     # Commands: nothing imports them but each other.
     "kvrelay.ask": 7,
+    "kvrelay.status": 7,
+    "kvrelay.client_answer": 7,
+    "kvrelay.client_command": 7,
     "kvrelay.cli": 7,
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,

@@ -373,7 +373,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(operations)
 def test_whatever_happens_a_get_serves_the_bytes_that_were_put(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]

@@ -281,4 +281,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestAnyOrder = CoreMachine.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40)
