@@ -65,7 +65,6 @@ class PrefillOutput:
     num_running: int  # jobs that hold blocks
     num_waiting: int
     num_slots_free: int
-    num_evictions: int
 
 
 @dataclass(slots=True)
@@ -140,7 +139,6 @@ class PrefillCore:
             num_running=sum(job.admitted for job in self._jobs.values()),
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
-            num_evictions=self.pool.num_evictions,
         )
 
     # EngineCore

@@ -71,7 +71,7 @@ class PrefillJobs:
         self._draining = False
         self._no_jobs = asyncio.Event()
         self._no_jobs.set()
-        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0, 0)
+        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0)
 
     def take(self, output: PrefillOutput) -> None:
         """What the engine's steps tell."""
@@ -80,7 +80,6 @@ class PrefillJobs:
             if progress is not None:
                 progress.take(event, self._clock())
         self._output = output
-        self._metrics.stepped(output)
         self._on_status()
 
     def status(self, *, ready: bool) -> NodeStatus:

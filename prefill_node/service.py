@@ -13,6 +13,8 @@ from kvrelay.pb import prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_prefill
 from prefill_node.jobs import PrefillJobs
 
+SERVICE_NAMES = ("kvrelay.pb.Prefill",)
+
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """Refuses until `jobs` is set, once the model is loaded."""

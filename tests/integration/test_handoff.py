@@ -119,9 +119,8 @@ async def pair(model: Path, **prefill_settings: object) -> AsyncIterator[Pair]:
         clients = PrefillClient(prefill_channel), DecodeClient(decode_channel)
         yield Pair(prefill_app, decode_app, *clients, decode_address)
     for app in (prefill_app, decode_app):
-        assert app._loaded is not None
-        app._loaded.pool.check()
-        counts = app._loaded.pool.counts()
+        app.host.loaded.pool.check()
+        counts = app.host.loaded.pool.counts()
         assert (counts.held, counts.reserved) == (0, 0)
 
 
@@ -192,7 +191,7 @@ async def test_a_handoff_is_repeated_after_its_stream_was_cut(model: Path, refer
 
 
 async def send_one_block_and_break_off(nodes: Pair, request: NodeRequest, granted: ReservationGranted) -> None:
-    info = nodes.prefill_app.info
+    info = nodes.prefill_app.host.loaded.info
     begin = HandoffBegin(
         granted.reservation_id, granted.instance_id, 1, info.fingerprint, info.layout.fingerprint, 0, 7
     )
@@ -242,7 +241,7 @@ async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
         try:
             async with nodes.prefill.prefill(request, nodes.target(granted)) as events:
                 await anext(events)
-                nodes.prefill_app._engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
+                nodes.prefill_app.host.engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
                 await nodes.decode.release(granted.reservation_id)
                 with pytest.raises(StaleError, match=f"decode node {nodes.decode_address}"):
                     await anext(events)

@@ -32,6 +32,7 @@ RANKS = {
     "kvrelay.detokenizer": 2,
     "kvrelay.rpc": 3,
     "kvrelay.kv.remote": 3,
+    "kvrelay.kv.offload": 3,
     "kvrelay.client": 3,
     "kvrelay.kv.cache": 4,
     "kvrelay.model": 4,

@@ -112,7 +112,7 @@ class PrefillBench:
         self.offered: list[BlockHash] = []
         self.links = DecodeLinks()
         self.engine = EngineLoop(lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver)
-        metrics = PrefillMetrics(CollectorRegistry(), BlockCounts)
+        metrics = PrefillMetrics(CollectorRegistry())
         self.jobs = PrefillJobs(
             self.engine,
             MODEL,
