@@ -30,16 +30,9 @@ from kvrelay.rpc.server import bind, make_server
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockCounts, InstanceId
 from tests.support.fake_engine import FakeCache, FakeRunner, make_info, slab_of
+from tests.support.manual_clock import ManualClock
 
 INSTANCE = InstanceId("decode-instance")
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
