@@ -197,7 +197,6 @@ class DecodeCore:
     ) -> SequenceAdvanced | None:
         sequence = row.sequence
         sequence.num_computed_tokens += row.num_tokens
-        sequence.num_scheduled_tokens = 0
         filled.extend(self._register(sequence))
         if token is None:
             return None

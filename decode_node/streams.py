@@ -30,11 +30,6 @@ class TokenStream:
     def fail(self, error: KVRelayError) -> None:
         self._close(error)
 
-    @property
-    def ended(self) -> bool:
-        """Finished or failed; tokens may still be unread."""
-        return self._end is not None
-
     async def next(self) -> TokensDecoded | DecodeFinished:
         """The tokens since the last call, then DecodeFinished; raises what the stream failed with."""
         while not self._tokens and self._end is None:

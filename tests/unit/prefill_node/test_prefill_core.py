@@ -16,7 +16,7 @@ from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
 from kvrelay.messages import NodeRequest
 from kvrelay.sampling import GeneratedToken, SamplingParams
-from kvrelay.types import BlockCounts, RequestId
+from kvrelay.types import BlockCounts, RequestId, ReservationId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent, PrefillCore
 from prefill_node.scheduler import JobId, PrefillScheduler
 
@@ -221,7 +221,8 @@ def test_a_cached_block_can_be_read_until_it_is_evicted() -> None:
 
 def test_a_block_held_by_nobody_is_found_when_idle() -> None:
     core = make_core()
-    core.pool.allocate(1)
+    core.pool.reserve(ReservationId("nobody"), [], 1)
+    core.pool.commit(ReservationId("nobody"))
     with pytest.raises(PoolCorruptError, match="1 blocks are held"):
         core.check_idle()
 
