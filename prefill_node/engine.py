@@ -136,7 +136,7 @@ class PrefillCore:
         return PrefillOutput(
             events=events,
             blocks=self.pool.counts(),
-            num_running=self.scheduler.num_admitted,
+            num_running=sum(job.admitted for job in self._jobs.values()),
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
         )
