@@ -56,7 +56,7 @@ def test_a_row_that_draws_nothing_among_others_gets_none(engine: LoadedEngine) -
 
 def test_the_loader_says_what_it_serves(engine: LoadedEngine) -> None:
     info = engine.info
-    assert (info.name, info.max_model_len, info.vocab_size) == ("tiny", 1024, 288)
+    assert (info.name, info.architecture, info.max_model_len, info.vocab_size) == ("tiny", "llama", 1024, 288)
     assert (info.eos_token_ids, info.dtype, info.layout.block_tokens) == ((2,), "float32", 4)
     assert len(info.fingerprint) == 64
     assert engine.pool.num_blocks == engine.cache.num_blocks == 16
