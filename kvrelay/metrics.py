@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,7 +24,12 @@ BYTES_BUCKETS = tuple(float(4**exponent) for exponent in range(8, 18))  # 64 KiB
 
 
 def new_registry(role: str = "", instance_id: str = "", version: str = "") -> CollectorRegistry:
-    """A registry of the process's own: its memory, CPU time and open files, and who it is."""
+    """A registry of the process's own: its memory, CPU time and open files, and who it is.
+
+    From then on no metric of the process has a `_created` series: they double what is scraped and tell nothing that
+    the start of the process does not.
+    """
+    disable_created_metrics()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     info = Info("kvrelay_build", "Which process this is.", registry=registry)
