@@ -147,6 +147,12 @@ class CorruptBlockError(KVRelayError):
     retryable = True
 
 
+class BadLogitsError(KVRelayError):
+    """The model gave NaN or infinity for a sequence; its KV is in doubt, and no other sequence's."""
+
+    code = "bad_logits"
+
+
 class ModelFileError(KVRelayError):
     """A model file that is missing, truncated, or of an architecture or shape that is not served."""
 

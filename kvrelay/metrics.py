@@ -29,7 +29,7 @@ def new_registry(role: str = "", instance_id: str = "", version: str = "") -> Co
     From then on no metric of the process has a `_created` series: they double what is scraped and tell nothing that
     the start of the process does not.
     """
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # upstream
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     info = Info("kvrelay_build", "Which process this is.", registry=registry)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvrelay.errors import (
+    BadLogitsError,
     InvalidRequestError,
     KVRelayError,
     NeverFitsError,
@@ -209,6 +210,19 @@ async def test_a_failed_step_fails_its_request_and_the_node_serves_on() -> None:
         bench.runner.error = None
         bench.receiver.blocks.clear()
         assert (await prefill(bench, make_request(50), bench.target())).first_token == GeneratedToken(50)
+
+
+async def test_bad_logits_reach_the_caller_by_their_code() -> None:
+    async with prefill_bench() as bench:
+        bench.runner.bad_lengths = {50}
+        with pytest.raises(BadLogitsError) as failed:
+            await prefill(bench, make_request(50), bench.target())
+        assert (failed.value.code, failed.value.status.name, failed.value.retryable) == (
+            "bad_logits",
+            "INTERNAL",
+            False,
+        )
+        assert (await prefill(bench, make_request(51), bench.target())).first_token == GeneratedToken(51)
 
 
 async def test_first_block_says_where_the_stream_starts() -> None:

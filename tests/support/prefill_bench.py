@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.batch import Batch, build
 from kvrelay.engine.loop import EngineLoop
+from kvrelay.errors import BadLogitsError
 from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.layout import KVLayout, ModelInfo
 from kvrelay.kv.pool import BlockPool
@@ -73,13 +74,14 @@ class GatedRunner:
         self.num_computed = 0
         self.drawn: list[int] = []  # token ids, in order
         self.error: Exception | None = None
+        self.bad_lengths: set[int] = set()  # of sequences that get bad logits
         self._close_after: int | None = None
 
     def close_gate_after(self, num_tokens: int) -> None:
         """The step after the one that computes the `num_tokens`th token hangs."""
         self._close_after = num_tokens
 
-    def run(self, batch: Batch) -> Sequence[GeneratedToken | None]:
+    def run(self, batch: Batch) -> Sequence[GeneratedToken | BadLogitsError | None]:
         build(batch, LAYOUT.block_tokens)
         self.loop.call_soon_threadsafe(self.entered.set)
         assert self.gate.wait(GATE_TIMEOUT_S)
@@ -90,7 +92,10 @@ class GatedRunner:
             self._close_after = None
             self.gate.clear()
         self.drawn.extend(row.sequence.num_tokens for row in batch.rows if row.yields_token)
-        return [GeneratedToken(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+        return [self._drawn(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+
+    def _drawn(self, length: int) -> GeneratedToken | BadLogitsError:
+        return BadLogitsError("NaN") if length in self.bad_lengths else GeneratedToken(length)
 
 
 class FakeStore:
