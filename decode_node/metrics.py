@@ -15,6 +15,9 @@ class DecodeMetrics:
         self._handoff_bytes = Counter(
             "kvrelay_handoff_bytes", "Slab bytes of committed handoffs.", registry=registry
         )  # prometheus_client appends _total
+        self._blocks_received = Counter(
+            "kvrelay_handoff_blocks_received", "Blocks proven and written, whether committed or not.", registry=registry
+        )
         self._handoff_seconds = Histogram(
             "kvrelay_handoff_seconds",
             "From BEGIN to the commit of a handoff.",
@@ -35,6 +38,9 @@ class DecodeMetrics:
             "kvrelay_decode_step_seconds", "Duration of one engine step.", buckets=STEP_BUCKETS, registry=registry
         )
         self._batch_rows = Gauge("kvrelay_decode_batch_rows", "Sequences in the latest step.", registry=registry)
+
+    def block_received(self) -> None:
+        self._blocks_received.inc()
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self._handoff_bytes.inc(num_bytes)

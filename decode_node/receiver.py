@@ -43,6 +43,7 @@ class Receiver:
                         break
                     index = checker.accept(frame)
                     node.cache.write_slab(request.entry.block_ids[index], frame.payload)
+                    node.metrics.block_received()
                     yield BlocksReceived(checker.num_received, committed=False)
             end = self._end(frame, checker)
             # Shielded: the engine commits whether or not the sender stays to hear of it.
