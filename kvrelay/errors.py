@@ -130,6 +130,12 @@ class StaleError(KVRelayError):
     retryable = True
 
 
+class AlreadyCommittedError(StaleError):
+    """The reservation has its KV: an earlier handoff got through, even if its sender never heard of it."""
+
+    code = "already_committed"
+
+
 class ForeignBlockError(KVRelayError):
     """KV of another model or layout."""
 

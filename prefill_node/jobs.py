@@ -174,12 +174,14 @@ class PrefillJobs:
         cached: CachedTokens,
         started: float,
     ) -> PrefillFinished:
-        report = await self._hand_off(sequence, target, progress) if target else HandoffReport(0.0, 0)
-        token = await progress.finished()
-        compute_s = progress.finished_at - started
-        self._metrics.computed(sequence.num_tokens - cached.total, compute_s)
-        self._offer(sequence.block_hashes)
-        return PrefillFinished(token, cached, compute_s, report.handoff_s, report.num_bytes)
+        try:
+            report = await self._hand_off(sequence, target, progress) if target else HandoffReport(0.0, 0)
+            token = await progress.finished()
+        finally:
+            if progress.first_token is not None:  # also when the handoff failed: the blocks are here for the next
+                self._metrics.computed(sequence.num_tokens - cached.total, progress.finished_at - started)
+                self._offer(sequence.block_hashes)
+        return PrefillFinished(token, cached, progress.finished_at - started, report.handoff_s, report.num_bytes)
 
     async def _hand_off(self, sequence: Sequence, target: HandoffTarget, progress: Progress) -> HandoffReport:
         async with self._links.use(target.address) as channel:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvrelay.errors import (
+    AlreadyCommittedError,
     BadLogitsError,
     InvalidRequestError,
     KVRelayError,
@@ -210,6 +211,16 @@ async def test_a_failed_step_fails_its_request_and_the_node_serves_on() -> None:
         bench.runner.error = None
         bench.receiver.blocks.clear()
         assert (await prefill(bench, make_request(50), bench.target())).first_token == GeneratedToken(50)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("cut"), AlreadyCommittedError("has its KV already")])
+async def test_a_prompt_whose_commit_is_not_confirmed_counts_as_computed_and_is_offered(error: KVRelayError) -> None:
+    async with prefill_bench() as bench:
+        bench.receiver.end_failure = error
+        with pytest.raises(type(error), match="decode node"):
+            await prefill(bench, make_request(50), bench.target())
+        assert len(bench.offered) == 3
+        assert bench.registry.get_sample_value("kvrelay_prefill_tokens_computed_total") == 50
 
 
 async def test_bad_logits_reach_the_caller_by_their_code() -> None:

@@ -15,7 +15,14 @@ from typing import Any
 
 import grpc
 
-from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError, OverloadedError, StaleError
+from kvrelay.errors import (
+    AlreadyCommittedError,
+    InvalidRequestError,
+    KVRelayError,
+    NotFoundError,
+    OverloadedError,
+    StaleError,
+)
 from kvrelay.kv.layout import KVLayout, ModelInfo, NodeInfo
 from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert
@@ -218,7 +225,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         if reservation is None or target.instance_id != self.instance_id or target.attempt <= reservation.attempt:
             raise StaleError(f"decode node {self.address}: no handoff is expected here")
         if reservation.committed.is_set():
-            raise StaleError(f"decode node {self.address}: the handoff is committed already")
+            raise AlreadyCommittedError(f"decode node {self.address}: the handoff is committed already")
         reservation.attempt = target.attempt
         reservation.committed.set()
 

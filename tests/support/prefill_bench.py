@@ -126,7 +126,8 @@ class PrefillBench:
         self.offered: list[BlockHash] = []
         self.links = DecodeLinks()
         self.engine = EngineLoop(lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver)
-        metrics = PrefillMetrics(CollectorRegistry(), BlockCounts)
+        self.registry = CollectorRegistry()
+        metrics = PrefillMetrics(self.registry, BlockCounts)
         self.jobs = PrefillJobs(
             self.engine,
             MODEL,
