@@ -167,6 +167,8 @@ class DecodeApp:
         self._readiness.set(not stuck, "the engine has not finished a step for too long" if stuck else "")
         if self._readiness.ready != was_ready:
             self._on_changed()
+        if self._service.node is not None:
+            self._service.node.end_if_stuck()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,6 +116,12 @@ class PrefillJobs:
         for progress in self._jobs.values():
             progress.fail(UnavailableError(message))
 
+    def fail_if_stuck(self) -> None:
+        """The same while the engine is stuck; for a watchdog to call. Its blocks come back when the engine does."""
+        if self._jobs and self._engine.stuck(self._clock()):
+            logger.error("the engine is stuck; %d prompts are given up", len(self._jobs))
+            self.fail_all("this prefill node's engine is stuck; use another node")
+
     async def run(
         self, request: NodeRequest, target: HandoffTarget | None
     ) -> AsyncGenerator[PrefillStarted | PrefillFinished, None]:
@@ -125,7 +131,7 @@ class PrefillJobs:
         sequence = Sequence.create(request, root, self._model.layout.block_tokens)
         job_id, progress = self._open_job()
         try:
-            await self._engine.call(lambda core: core.submit(job_id, sequence))
+            await progress.outcome(self._engine.submit(lambda core: core.submit(job_id, sequence)))
             await progress.admitted()
             started = self._clock()
             cached = await self._load(job_id, sequence, progress)
@@ -199,6 +205,8 @@ class PrefillJobs:
         """Raises InvalidRequestError or UnavailableError; what a coordinator of this release never causes."""
         if self._draining:
             raise UnavailableError("this prefill node is draining; use another one")
+        if self._engine.stuck(self._clock()):
+            raise UnavailableError("this prefill node's engine is stuck; use another one")
         model, num_tokens = self._model, len(request.token_ids)
         if num_tokens > model.max_model_len:
             raise PromptTooLongError(f"{num_tokens} tokens are more than the model's {model.max_model_len}")

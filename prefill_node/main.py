@@ -173,6 +173,8 @@ class PrefillApp:
         self._readiness.set(not stuck, "the engine has not finished a step for too long" if stuck else "")
         if self._readiness.ready != was_ready:
             self._on_status()
+        if self._jobs is not None:
+            self._jobs.fail_if_stuck()
 
     async def _watch_engine(self) -> None:
         await self._engine.wait_ended()

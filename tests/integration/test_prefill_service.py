@@ -223,6 +223,27 @@ async def test_a_prompt_whose_commit_is_not_confirmed_counts_as_computed_and_is_
         assert bench.registry.get_sample_value("kvrelay_prefill_tokens_computed_total") == 50
 
 
+async def test_a_stuck_engine_gives_every_prompt_up() -> None:
+    """One computes, one waits for the engine to take it in; each may go elsewhere, and a third is refused at once."""
+    async with prefill_bench() as bench:
+        bench.runner.gate.clear()
+        computing = asyncio.create_task(prefill(bench, make_request(50), bench.target()))
+        await bench.runner.entered.wait()
+        waiting = asyncio.create_task(prefill(bench, make_request(51), bench.target()))
+        while len(bench.jobs._jobs) < 2:  # the server runs in this very loop
+            await asyncio.sleep(0)
+        bench.now += 9.5
+        bench.jobs.fail_if_stuck()
+        bench.now += 1.0
+        bench.jobs.fail_if_stuck()
+        for call in (computing, waiting):
+            with pytest.raises(UnavailableError, match="engine is stuck; use another"):
+                await asyncio.wait_for(call, 10)
+        with pytest.raises(UnavailableError, match="engine is stuck; use another"):
+            await prefill(bench, make_request(52), bench.target())
+        bench.runner.gate.set()
+
+
 async def test_bad_logits_reach_the_caller_by_their_code() -> None:
     async with prefill_bench() as bench:
         bench.runner.bad_lengths = {50}

@@ -121,11 +121,14 @@ class PrefillBench:
     """The node, a client of it, and the receiver its handoffs go to."""
 
     def __init__(self, num_blocks: int, budget: int, max_prefills: int, max_waiting: int) -> None:
+        self.now = 1_000.0  # of the node's clock
         self.runner, self.cache, self.store, self.receiver = GatedRunner(), FakeCache(), FakeStore(), FakeReceiver()
         self.pool = BlockPool(num_blocks)
         self.offered: list[BlockHash] = []
         self.links = DecodeLinks()
-        self.engine = EngineLoop(lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver)
+        self.engine = EngineLoop(
+            lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver, clock=lambda: self.now
+        )
         self.registry = CollectorRegistry()
         metrics = PrefillMetrics(self.registry, BlockCounts)
         self.jobs = PrefillJobs(
@@ -138,6 +141,7 @@ class PrefillBench:
             store=self.store,
             offer=lambda hashes: self.offered.extend(hashes),
             on_status=self._on_status,
+            clock=lambda: self.now,
         )
         self.address = ""
         self.channel: grpc.aio.Channel
