@@ -49,7 +49,6 @@ def main_status(argv: Sequence[str]) -> int:
 
 
 def _run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         asyncio.run(work())
     except UnavailableError as error:

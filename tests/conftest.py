@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.support.demo import demo_model_path
+
+# As `kvrelay.cli` does; test modules import grpc after this one, and child processes inherit it.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,11 @@ async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model
 
 async def test_a_prefill_call_ends(model: Path) -> None:
     app = PrefillApp(PrefillConfig(**settings(model)), InstanceId("prefill"), CollectorRegistry())
-    async with asyncio.timeout(TIMEOUT_S), served(app) as channel, stuck(app):
-        async with PrefillClient(channel).prefill(REQUEST, None) as events:
-            with pytest.raises(UnavailableError, match="engine is stuck; use another"):
-                await anext(events)
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        served(app) as channel,
+        stuck(app),
+        PrefillClient(channel).prefill(REQUEST, None) as events,
+    ):
+        with pytest.raises(UnavailableError, match="engine is stuck; use another"):
+            await anext(events)
