@@ -43,6 +43,8 @@ from kvrelay.types import (
     ReservationGranted,
     ReservationId,
     Role,
+    StepLogprobs,
+    TokenLogprob,
     TokensDecoded,
 )
 from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
@@ -276,7 +278,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         for number in range(len(output), len(ANSWER_IDS)):
             await self._reach("token")
             token_id = ANSWER_IDS[number]
-            yield TokensDecoded((GeneratedToken(token_id),))
+            yield TokensDecoded((generated(request, number),))
             reason = finish_reason(request, token_id, number + 1)
             if reason is not None:
                 await self._reach("finish")
@@ -335,7 +337,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
     def _finished(self, request: NodeRequest, target: HandoffTarget | None) -> PrefillFinished:
         number = len(request.token_ids) - request.num_prompt_tokens
         return PrefillFinished(
-            first_token=GeneratedToken(ANSWER_IDS[number]),
+            first_token=generated(request, number),
             cached=self.cached,
             compute_s=0.5,
             handoff_s=0.125 if target else 0.0,
@@ -347,6 +349,15 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
             if node.address == address:
                 return node
         raise StaleError(f"decode node {address} is not there")
+
+
+def generated(request: NodeRequest, number: int) -> GeneratedToken:
+    """The answer's token; asked for log-probabilities, its own is -1 for the first, -2 for the second and so on."""
+    token_id = ANSWER_IDS[number]
+    if request.sampling.logprobs is None:
+        return GeneratedToken(token_id)
+    chosen = TokenLogprob(token_id, -1.0 - number)
+    return GeneratedToken(token_id, StepLogprobs(chosen, (chosen,) * request.sampling.logprobs))
 
 
 def finish_reason(request: NodeRequest, token_id: int, num_output: int) -> FinishReason | None:

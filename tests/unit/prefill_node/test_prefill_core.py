@@ -241,6 +241,20 @@ def test_a_cached_block_can_be_read_until_it_is_evicted() -> None:
     assert core.read(block_hash) is None
 
 
+def test_a_partly_computed_block_cannot_be_read() -> None:
+    """So the offloader, which reads by hash, never ships one: 20, 40, then all of 50 tokens are computed."""
+    core = make_core(budget=20)
+    core.submit(JobId(1), make_sequence(50))
+    core.start(JobId(1), 0)
+    readable = []
+    for _ in range(3):
+        core.step()
+        readable.append([core.read(block_hash) is not None for block_hash in make_sequence(50).block_hashes])
+    assert readable == [[True, False, False], [True, True, False], [True, True, True]]
+    core.end(JobId(1))
+    drain(core)
+
+
 def test_a_block_held_by_nobody_is_found_when_idle() -> None:
     core = make_core()
     core.pool.allocate(1)
