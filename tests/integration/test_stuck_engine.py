@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,18 @@ from decode_node.main import DecodeApp
 from kvrelay.errors import UnavailableError
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import InstanceId, NodeRequest, RequestId, SamplingParams
+from kvrelay.types import (
+    InstanceId,
+    NodeRequest,
+    RequestFinished,
+    RequestId,
+    SamplingParams,
+    TokenPrompt,
+    TokensGenerated,
+)
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
+from tests.support.coordinator_ends import ends, greedy
 from tests.support.hosting import hosted
 from tests.support.tiny_model import make_tiny_model
 
@@ -79,3 +88,29 @@ async def test_a_prefill_call_ends(model: Path) -> None:
     ):
         with pytest.raises(UnavailableError, match="engine is stuck; use another"):
             await anext(events)
+
+
+async def test_an_answer_goes_on_elsewhere(model: Path) -> None:
+    """The engine that decodes it stops in the middle; the client sees a pause, and every token once."""
+    prompt, sampling = TokenPrompt(REQUEST.token_ids), greedy(max_tokens=600, ignore_eos=True)
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(ends(num_prefill=0, num_decode=0))
+        common = settings(model) | {"coordinator": cluster.address}
+        prefill = PrefillApp(PrefillConfig(**common), InstanceId("prefill"), CollectorRegistry())
+        decode = [
+            DecodeApp(DecodeConfig(**common), InstanceId(f"decode-{number}"), CollectorRegistry()) for number in (1, 2)
+        ]
+        for app in (prefill, *decode):
+            await stack.enter_async_context(hosted(app))
+        await cluster.until_status(lambda status: sum(node.status.ready for node in status.nodes) == 3)
+        expected = await cluster.ask(prompt, sampling)
+        events = aiter(cluster.client.generate(prompt, sampling))
+        begun = [await anext(events), await anext(events)]
+        (running,) = [app for app in decode if app.status().num_running]
+        async with stuck(running):
+            rest = [event async for event in events]
+        tokens = [token for event in (*begun, *rest) if isinstance(event, TokensGenerated) for token in event.tokens]
+        assert tuple(token.token_id for token in tokens) == expected.token_ids
+        finished = rest[-1]
+        assert isinstance(finished, RequestFinished)
+        assert (finished.retries, finished.usage.completion_tokens) == (1, 600)
