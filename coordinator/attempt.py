@@ -13,17 +13,10 @@ from coordinator.members import Member
 from coordinator.placement import Limits, Placement, prefill_candidates
 from coordinator.request import RequestState, may_succeed_elsewhere
 from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError, UnavailableError
-from kvrelay.types import (
-    BlockHash,
-    DecodeFinished,
-    GeneratedToken,
-    HandoffTarget,
-    InstanceId,
-    PrefillFinished,
-    PrefillStarted,
-    TokensDecoded,
-    TokensGenerated,
-)
+from kvrelay.inference import TokensGenerated
+from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, InstanceId
 
 logger = logging.getLogger(__name__)
 

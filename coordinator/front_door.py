@@ -22,10 +22,12 @@ from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
 from coordinator.tenants import DEFAULT_TENANT
 from coordinator.text import Text
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import DuplicateRequestError, KVRelayError, NotFoundError, UnavailableError
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.rpc.convert import check_request_id
-from kvrelay.types import GenerateRequest, InstanceId, RequestId, Role, SamplingParams
+from kvrelay.inference import GenerateRequest
+from kvrelay.rpc.convert_types import check_request_id
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import InstanceId, RequestId, Role
 
 logger = logging.getLogger(__name__)
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
+from kvrelay.inference import RequestFinished, Timing, Usage
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.types import (
-    BlockHash,
-    CachedTokens,
-    InstanceId,
-    NodeRequest,
-    PrefillFinished,
-    RequestFinished,
-    RequestId,
-    SamplingParams,
-    Timing,
-    Usage,
-)
+from kvrelay.messages import NodeRequest, PrefillFinished
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import BlockHash, CachedTokens, InstanceId, RequestId
 
 
 @dataclass(frozen=True, slots=True)

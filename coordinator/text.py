@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
+from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from kvrelay.tokenizer import Tokenizer
-from kvrelay.types import ChatMessage, ChatPrompt, Prompt, TextPrompt, check_token_id
+from kvrelay.types import check_token_id
 
 CHAT_ROLES = ("system", "user", "assistant")
 THREAD_CHARS = 8_192  # longer texts are tokenized in a thread: about 2 ms of the event loop's time

@@ -9,22 +9,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decode_node.scheduler import Scheduler
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import ModelInfo
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, FinishReason, ReservationId
 
 
 class Runner(Protocol):
@@ -207,7 +200,6 @@ class DecodeCore:
         if isinstance(token, BadLogitsError):
             return self._fail(sequence, token)
         sequence.num_computed_tokens += row.num_tokens
-        sequence.num_scheduled_tokens = 0
         filled.extend(self._register(sequence))
         if token is None:
             return None

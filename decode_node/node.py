@@ -19,22 +19,15 @@ from decode_node.engine import Cache, DecodeCore, EngineLoad, StepDone
 from decode_node.metrics import DecodeMetrics
 from decode_node.reservations import Entry, Phase, Reservations
 from decode_node.streams import TokenStream
+from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
 from kvrelay.kv.hashing import chain_root
-from kvrelay.kv.layout import ModelInfo
 from kvrelay.kv.pool import Reservation
-from kvrelay.types import (
-    BlockHash,
-    DecodeFinished,
-    GeneratedToken,
-    InstanceId,
-    NodeRequest,
-    NodeStatus,
-    ReservationGranted,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, InstanceId, ReservationId
 
 logger = logging.getLogger(__name__)
 

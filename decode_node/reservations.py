@@ -49,8 +49,8 @@ class Reservations:
 
     @property
     def num_pending(self) -> int:
-        """Reservations whose KV is not committed."""
-        return sum(entry.phase is not Phase.COMMITTED for entry in self._entries.values())
+        """Reservations whose KV is not committed. Any thread may ask: the copy is one step of the interpreter's."""
+        return sum(entry.phase is not Phase.COMMITTED for entry in tuple(self._entries.values()))
 
     @property
     def ids(self) -> tuple[ReservationId, ...]:

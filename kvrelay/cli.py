@@ -23,8 +23,8 @@ class Command:
 
 COMMANDS = {
     "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
-    "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main_ask"),
-    "status": Command("show nodes, blocks and queues", "kvrelay.ask:main_status"),
+    "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
+    "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.main:main"),
     "prefill-node": Command("run a node that computes prompts", "prefill_node.main:main"),

@@ -16,7 +16,8 @@ from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NeverFitsError, OverloadedError
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.types import BlockCounts, BlockHash, BlockId, GeneratedToken, ReservationId
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, BlockId, ReservationId
 from prefill_node.scheduler import JobId, PrefillScheduler
 
 
@@ -64,7 +65,6 @@ class PrefillOutput:
     num_running: int  # jobs that hold blocks
     num_waiting: int
     num_slots_free: int
-    num_evictions: int
 
 
 @dataclass(slots=True)
@@ -136,10 +136,9 @@ class PrefillCore:
         return PrefillOutput(
             events=events,
             blocks=self.pool.counts(),
-            num_running=sum(job.admitted for job in self._jobs.values()),
+            num_running=self.scheduler.num_admitted,
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
-            num_evictions=self.pool.num_evictions,
         )
 
     # EngineCore

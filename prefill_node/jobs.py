@@ -9,25 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError
 from kvrelay.kv.hashing import Buffer, chain_root
-from kvrelay.kv.layout import ModelInfo
+from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.rpc import raw
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    CachedTokens,
-    HandoffTarget,
-    NodeRequest,
-    NodeStatus,
-    PrefillFinished,
-    PrefillStarted,
-    Tier,
-    check_token_id,
-)
+from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, Tier, check_token_id
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
@@ -82,7 +71,7 @@ class PrefillJobs:
         self._draining = False
         self._no_jobs = asyncio.Event()
         self._no_jobs.set()
-        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0, 0)
+        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0)
 
     def take(self, output: PrefillOutput) -> None:
         """What the engine's steps tell."""
@@ -91,7 +80,6 @@ class PrefillJobs:
             if progress is not None:
                 progress.take(event, self._clock())
         self._output = output
-        self._metrics.stepped(output)
         self._on_status()
 
     def status(self, *, ready: bool) -> NodeStatus:

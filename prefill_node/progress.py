@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvrelay.errors import KVRelayError
-from kvrelay.types import BlockId, GeneratedToken
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from tests.support.demo import demo_model_path
 # As `kvrelay.cli` does; test modules import grpc after this one, and child processes inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-# An example may take long where other work has the cores; what it shows does not depend on that.
-settings.register_profile("kvrelay", deadline=None)
+settings.register_profile("kvrelay", deadline=None)  # a busy machine is slow; pytest's timeout bounds what hangs
 settings.load_profile("kvrelay")
 
 

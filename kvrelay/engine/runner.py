@@ -8,10 +8,12 @@ from kvrelay.engine.batch import Batch, ScheduledRow, StepArrays, build
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError
 from kvrelay.kv.cache import PagedKVCache
+from kvrelay.messages import NodeRequest
 from kvrelay.model.decoder import Decoder
 from kvrelay.model.sampler import Sampler, SamplingRow
 from kvrelay.model.step import StepInput
-from kvrelay.types import BlockHash, BlockId, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockHash, BlockId, RequestId
 
 
 class ModelRunner:

@@ -1,4 +1,4 @@
-"""How KV lies in memory and on the wire, and what a node says of itself."""
+"""How KV lies in memory and on the wire."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.kv.hashing import Buffer, hash_fields
-from kvrelay.types import InstanceId, Role
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AXES = "layer,kv,token,head,dim"
@@ -71,29 +70,3 @@ class KVLayout:
             end = start + row_bytes * self.block_tokens
             cleared[end - len(zeros) : end] = zeros
         return cleared
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a node serves. `fingerprint` is a content hash of weights, config and tokenizer, in hex."""
-
-    name: str
-    fingerprint: str
-    architecture: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    layout: KVLayout
-    dtype: str
-    attention_backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """How a process introduces itself to the coordinator; `model` is set by prefill and decode nodes."""
-
-    role: Role
-    instance_id: InstanceId
-    address: str
-    model: ModelInfo | None
-    protocol_version: int = 1

@@ -94,14 +94,6 @@ class BlockPool:
         self._free.extend(reversed(reservation.fresh_ids))
         self.release(reservation.pinned_ids)
 
-    def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Fresh blocks, held once. All or nothing: raises as `reserve` does."""
-        self._check_room(num_blocks, ())
-        block_ids = [self._take() for _ in range(num_blocks)]
-        for block_id in block_ids:
-            self._ref_counts[block_id] = 1
-        return block_ids
-
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """Holds once more what is held or cached."""
         for block_id in block_ids:

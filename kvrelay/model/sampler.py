@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BadLogitsError, KVRelayError
-from kvrelay.types import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
+from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 
 # Below this a draw is greedy: dividing by it would leave the likeliest token alone anyway (vLLM draws the same line).
 MIN_TEMPERATURE = 1e-5

@@ -16,19 +16,10 @@ from kvrelay.errors import (
     StaleError,
 )
 from kvrelay.kv.frame import Frame, FrameKind, control_frame, encode
+from kvrelay.messages import BlocksReceived, DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.nodes import DecodeClient
-from kvrelay.types import (
-    BlockHash,
-    BlocksReceived,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    InstanceId,
-    NodeRequest,
-    ReservationGranted,
-    ReservationId,
-    TokensDecoded,
-)
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, FinishReason, InstanceId, ReservationId
 from tests.support.decode_harness import (
     Handoff,
     Harness,

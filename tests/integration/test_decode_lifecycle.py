@@ -19,17 +19,12 @@ from kvrelay.errors import (
     PromptTooLongError,
     UnavailableError,
 )
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.calls import Replies
-from kvrelay.types import (
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    NodeRequest,
-    ReservationGranted,
-    TokensDecoded,
-)
-from tests.support.decode_harness import Handoff, Harness, ManualClock, decode_node, hand_over, send
+from kvrelay.types import CachedTokens, FinishReason
+from tests.support.decode_harness import Handoff, Harness, decode_node, hand_over, send
 from tests.support.fake_engine import FakeRunner, make_request
+from tests.support.manual_clock import ManualClock
 
 PROMPT = tuple(range(10, 20))
 REQUEST = make_request(PROMPT, max_tokens=20)

@@ -17,23 +17,20 @@ from decode_node.main import DecodeApp
 from kvrelay.errors import StaleError
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.rpc import convert, raw
-from kvrelay.rpc.channel import cancelling, open_channel
-from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import (
+from kvrelay.messages import (
     DecodeFinished,
-    FinishReason,
-    GeneratedToken,
     HandoffBegin,
     HandoffTarget,
-    InstanceId,
     NodeRequest,
     PrefillFinished,
-    RequestId,
     ReservationGranted,
-    SamplingParams,
     TokensDecoded,
 )
+from kvrelay.rpc import convert_decode, raw
+from kvrelay.rpc.channel import cancelling, open_channel
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import FinishReason, InstanceId, RequestId
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
 from tests.support.hosting import hosted
@@ -127,9 +124,8 @@ async def pair(model: Path, **prefill_settings: object) -> AsyncIterator[Pair]:
         clients = PrefillClient(prefill_channel), DecodeClient(decode_channel)
         yield Pair(prefill_app, decode_app, *clients, decode_address)
     for app in (prefill_app, decode_app):
-        assert app._loaded is not None
-        app._loaded.pool.check()
-        counts = app._loaded.pool.counts()
+        app.host.loaded.pool.check()
+        counts = app.host.loaded.pool.counts()
         assert (counts.held, counts.reserved) == (0, 0)
 
 
@@ -200,21 +196,21 @@ async def test_a_handoff_is_repeated_after_its_stream_was_cut(model: Path, refer
 
 
 async def send_one_block_and_break_off(nodes: Pair, request: NodeRequest, granted: ReservationGranted) -> None:
-    info = nodes.prefill_app.info
+    info = nodes.prefill_app.host.loaded.info
     begin = HandoffBegin(
         granted.reservation_id, granted.instance_id, 1, info.fingerprint, info.layout.fingerprint, 0, 7
     )
     root = chain_root(info.fingerprint, info.layout.fingerprint, b"")
     first_hash = block_hashes(root, request.token_ids, 16)[0]
     frames = (
-        control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(begin)),
+        control_frame(FrameKind.BEGIN, convert_decode.handoff_begin_to_bytes(begin)),
         block_frame(0, first_hash, b"\x3f" * info.layout.slab_bytes),
     )
     channel = open_channel(nodes.decode_address)
     async with channel, cancelling(raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()) as call:
         for num_blocks, frame in enumerate(frames):
             await call.write(encode(frame))
-            received = convert.blocks_received_from_bytes(await call.read())
+            received = convert_decode.blocks_received_from_bytes(await call.read())
             assert received.num_blocks == num_blocks
 
 
@@ -250,7 +246,7 @@ async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
         try:
             async with nodes.prefill.prefill(request, nodes.target(granted)) as events:
                 await anext(events)
-                nodes.prefill_app._engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
+                nodes.prefill_app.host.engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
                 await nodes.decode.release(granted.reservation_id)
                 with pytest.raises(StaleError, match=f"decode node {nodes.decode_address}"):
                     await anext(events)

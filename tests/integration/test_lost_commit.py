@@ -14,8 +14,11 @@ from prometheus_client import CollectorRegistry
 from decode_node.config import DecodeConfig
 from decode_node.main import DecodeApp
 from kvrelay.errors import UnavailableError
-from kvrelay.rpc import convert
-from kvrelay.types import CachedTokens, InstanceId, NodeRequest, RequestId, SamplingParams, TokenPrompt, Usage
+from kvrelay.inference import TokenPrompt, Usage
+from kvrelay.messages import NodeRequest
+from kvrelay.rpc import convert_decode
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import CachedTokens, InstanceId, RequestId
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
 from tests.support.coordinator_ends import ends, greedy
@@ -37,7 +40,7 @@ def break_streams_after_the_commit(app: DecodeApp) -> None:
 
     async def receive_and_break_off(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for event in receive(messages, context):
-            if convert.blocks_received_from_bytes(event).committed:
+            if convert_decode.blocks_received_from_bytes(event).committed:
                 raise UnavailableError("the connection broke")
             yield event
 

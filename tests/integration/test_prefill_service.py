@@ -19,18 +19,9 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    CachedTokens,
-    GeneratedToken,
-    HandoffTarget,
-    NodeRequest,
-    PrefillFinished,
-    PrefillStarted,
-    SamplingParams,
-    Tier,
-)
+from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, BlockHash, CachedTokens, Tier
 from tests.support.prefill_bench import LAYOUT, MODEL, PrefillBench, make_request, prefill_bench
 
 

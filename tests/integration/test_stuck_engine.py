@@ -16,17 +16,12 @@ from prometheus_client import CollectorRegistry
 from decode_node.config import DecodeConfig
 from decode_node.main import DecodeApp
 from kvrelay.errors import UnavailableError
+from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
+from kvrelay.messages import NodeRequest
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import (
-    InstanceId,
-    NodeRequest,
-    RequestFinished,
-    RequestId,
-    SamplingParams,
-    TokenPrompt,
-    TokensGenerated,
-)
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import InstanceId, RequestId
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
 from tests.support.coordinator_ends import ends, greedy
@@ -51,7 +46,7 @@ def settings(model: Path) -> Any:
 async def stuck(app: DecodeApp | PrefillApp) -> AsyncIterator[None]:
     """Inside, the engine thread stands still."""
     may_go_on = threading.Event()
-    app._engine.post(lambda core: may_go_on.wait(TIMEOUT_S))
+    app.host.engine.post(lambda core: may_go_on.wait(TIMEOUT_S))
     try:
         yield
     finally:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, build
 from kvrelay.errors import BadLogitsError, CorruptBlockError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import KVLayout, ModelInfo
-from kvrelay.types import BlockId, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockId, RequestId
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", block_tokens=4)
 EOS = 2

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.errors import (
     AlreadyCommittedError,
     InvalidRequestError,
@@ -23,30 +24,22 @@ from kvrelay.errors import (
     OverloadedError,
     StaleError,
 )
-from kvrelay.kv.layout import KVLayout, ModelInfo, NodeInfo
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from kvrelay.rpc import convert
-from kvrelay.rpc.membership import Membership
-from kvrelay.rpc.server import make_server
-from kvrelay.types import (
-    BlockCounts,
-    CachedTokens,
+from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import (
     DecodeFinished,
-    FinishReason,
-    GeneratedToken,
     HandoffTarget,
-    InstanceId,
     NodeRequest,
-    NodeStatus,
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    ReservationId,
-    Role,
-    StepLogprobs,
-    TokenLogprob,
     TokensDecoded,
 )
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.server import make_server
+from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
+from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
 from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 
 # "The answer is 42, whatever the question was." in bytes, each character's id, and then the end of the sequence.
@@ -232,7 +225,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens = convert.reserve_request_from_pb(request)
+        node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
         await self._reach("reserve")
         num_blocks = MODEL.layout.blocks_for(num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
@@ -245,7 +238,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         await asyncio.shield(self._reach("granted"))
         num_cached = min(self.num_cached_blocks, (len(node_request.token_ids) - 1) // BLOCK_TOKENS)
         granted = ReservationGranted(reservation_id, self.instance_id, num_cached, lease_s=10.0)
-        return convert.reservation_granted_to_pb(granted)
+        return convert_decode.reservation_granted_to_pb(granted)
 
     async def Release(self, request: decode_pb2.ReleaseRequest, context: Any) -> decode_pb2.ReleaseReply:
         self._drop(ReservationId(request.reservation_id))
@@ -265,7 +258,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
             if not request.compute_tail:
                 await reservation.committed.wait()
             async for event in self._answer(reservation.request, compute_tail=request.compute_tail):
-                yield convert.decode_event_to_pb(event)
+                yield convert_decode.decode_event_to_pb(event)
         finally:
             self._drop(reservation_id)
 
@@ -318,18 +311,18 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
         return BlockCounts(total=self.num_blocks, free=self.num_blocks)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
-        node_request, target = convert.prefill_request_from_pb(request)
+        node_request, target = convert_prefill.prefill_request_from_pb(request)
         self.requests.append(node_request)
         self.targets.append(target)
         self.num_running += 1
         try:
             await self._reach("start")
-            yield convert.prefill_event_to_pb(PrefillStarted(self.cached))
+            yield convert_prefill.prefill_event_to_pb(PrefillStarted(self.cached))
             await self._reach("compute")
             if target is not None:
                 self._find(target.address).commit(target)
             await self._reach("committed")
-            yield convert.prefill_event_to_pb(self._finished(node_request, target))
+            yield convert_prefill.prefill_event_to_pb(self._finished(node_request, target))
         finally:
             self.num_running -= 1
             self.tell()

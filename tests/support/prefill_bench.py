@@ -10,28 +10,19 @@ from contextlib import asynccontextmanager
 import grpc
 from prometheus_client import CollectorRegistry
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, build
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.errors import BadLogitsError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
+from kvrelay.messages import HandoffTarget, NodeRequest
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import PrefillClient
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    GeneratedToken,
-    HandoffTarget,
-    InstanceId,
-    NodeRequest,
-    RequestId,
-    ReservationId,
-    SamplingParams,
-    Tier,
-)
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, BlockHash, BlockId, InstanceId, RequestId, ReservationId, Tier
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs
 from prefill_node.links import DecodeLinks
@@ -130,7 +121,7 @@ class PrefillBench:
             lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver, clock=lambda: self.now
         )
         self.registry = CollectorRegistry()
-        metrics = PrefillMetrics(self.registry, BlockCounts)
+        metrics = PrefillMetrics(self.registry)
         self.jobs = PrefillJobs(
             self.engine,
             MODEL,

@@ -8,7 +8,9 @@ from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.hashing import chain_root
-from kvrelay.types import BlockId, GeneratedToken, NodeRequest
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockId
 
 
 class ReferenceEngine:

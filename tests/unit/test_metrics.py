@@ -8,8 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvrelay.errors import ConfigError
-from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS, BlockGauge, new_registry, serve
-from kvrelay.types import BlockCounts
+from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS, new_registry, serve
 
 
 def test_the_endpoint_serves_the_registry_until_closed() -> None:
@@ -42,21 +41,6 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
             serve(CollectorRegistry(), "127.0.0.1", server.port)
     finally:
         server.close()
-
-
-def test_the_block_gauge_reads_the_counts_when_scraped() -> None:
-    registry = CollectorRegistry()
-    counts = [BlockCounts(), BlockCounts(total=10, free=1, reserved=2, held=3, cached=4)]
-    BlockGauge(registry, lambda: counts[-1])
-
-    text = generate_latest(registry).decode()
-
-    assert [line for line in text.splitlines() if not line.startswith("#")] == [
-        'kvrelay_kv_blocks{state="free"} 1.0',
-        'kvrelay_kv_blocks{state="reserved"} 2.0',
-        'kvrelay_kv_blocks{state="held"} 3.0',
-        'kvrelay_kv_blocks{state="cached"} 4.0',
-    ]
 
 
 def test_buckets_ascend() -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from kvrelay.detokenizer import Detokenizer
 from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.tokenizer import Tokenizer, load_tokenizer
-from tests.support.demo import demo_model_path, demo_tokenizer, golden_cases
+from tests.support import golden
+from tests.support.demo import demo_model_path, demo_tokenizer
 from tests.support.tiny_model import make_tiny_model
 
 BYTE_ALPHABET = [chr(byte) for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))] + [
@@ -74,7 +75,7 @@ def ids(*tokens: str) -> list[int]:
 # The real model.
 
 
-@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", golden.rows(), ids=lambda case: case["name"])
 def test_prompts_of_the_real_model_have_the_reference_ids(case: dict[str, Any]) -> None:
     tokenizer = demo_tokenizer()
     if case["kind"] == "text":

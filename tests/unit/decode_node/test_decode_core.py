@@ -11,34 +11,21 @@ from decode_node.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NotFoundError, OverloadedError
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, CachedTokens, FinishReason, ReservationId
 from tests.support.fake_engine import FakeCache, FakeRunner, make_info, make_request
+from tests.support.manual_clock import ManualClock
 
 ROOT = BlockHash(bytes(32))
 A, B = ReservationId("a"), ReservationId("b")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Engine:
     """A core of 16 blocks, and what a node does around it."""
 
     def __init__(self, max_batch: int = 4, max_batched_tokens: int = 8) -> None:
-        self.pool, self.runner, self.cache, self.clock = BlockPool(16), FakeRunner(), FakeCache(), Clock()
+        self.pool, self.runner, self.cache, self.clock = BlockPool(16), FakeRunner(), FakeCache(), ManualClock(50.0)
         self.core = DecodeCore(
             info=make_info(),
             runner=self.runner,

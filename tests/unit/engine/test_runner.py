@@ -10,7 +10,8 @@ from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, ConfigError
-from kvrelay.types import BlockHash, BlockId, GeneratedToken
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, BlockId
 from tests.support.fake_engine import make_request
 from tests.support.tiny_model import make_tiny_model
 

@@ -16,7 +16,7 @@ import torch
 
 from kvrelay.errors import BadLogitsError, KVRelayError
 from kvrelay.model.sampler import Sampler, SamplingRow, uniform
-from kvrelay.types import GeneratedToken, SamplingParams
+from kvrelay.sampling import GeneratedToken, SamplingParams
 
 EOS = 4
 HALVES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]

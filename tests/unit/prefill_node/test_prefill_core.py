@@ -14,7 +14,9 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NeverFitsError, OverloadedError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.types import BlockCounts, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, RequestId, ReservationId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent, PrefillCore
 from prefill_node.scheduler import JobId, PrefillScheduler
 
@@ -257,7 +259,8 @@ def test_a_partly_computed_block_cannot_be_read() -> None:
 
 def test_a_block_held_by_nobody_is_found_when_idle() -> None:
     core = make_core()
-    core.pool.allocate(1)
+    core.pool.reserve(ReservationId("nobody"), [], 1)
+    core.pool.commit(ReservationId("nobody"))
     with pytest.raises(PoolCorruptError, match="1 blocks are held"):
         core.check_idle()
 
@@ -317,4 +320,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestAnyOrder = CoreMachine.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40)

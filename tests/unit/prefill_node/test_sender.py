@@ -9,24 +9,17 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, StaleError, UnavailableError
 from kvrelay.kv.frame import FrameKind
 from kvrelay.kv.hashing import chain_root
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import HandoffBegin, HandoffTarget, NodeRequest
 from kvrelay.rpc import raw, server
 from kvrelay.rpc.channel import open_channel
-from kvrelay.types import (
-    BlockId,
-    GeneratedToken,
-    HandoffBegin,
-    HandoffTarget,
-    InstanceId,
-    NodeRequest,
-    RequestId,
-    ReservationId,
-    SamplingParams,
-)
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockId, InstanceId, RequestId, ReservationId
 from prefill_node.engine import Admitted, Computed, Failed
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
