@@ -98,7 +98,7 @@ class FrontDoor:
         model = self.model(request.model)
         request_id = _settle_request_id(request.request_id)
         request.sampling.validate(model.vocab_size)
-        prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size)
+        prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")

@@ -37,7 +37,13 @@ class DecodeApp:
         self._service = DecodeService()
         self._core: DecodeCore | None = None  # set on the engine thread before its start is told
         self.host: EngineHost[DecodeCore] = EngineHost(
-            config, instance_id, registry, make_core=self._make_core, deliver=self._deliver, status=self.status
+            config,
+            instance_id,
+            registry,
+            make_core=self._make_core,
+            deliver=self._deliver,
+            status=self.status,
+            on_stuck=self._on_stuck,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -94,6 +100,10 @@ class DecodeApp:
     def _deliver(self, output: object) -> None:
         if self._service.node is not None:
             self._service.node.deliver(output)
+
+    def _on_stuck(self) -> None:
+        if self._service.node is not None:
+            self._service.node.end_if_stuck()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

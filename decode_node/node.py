@@ -192,6 +192,15 @@ class DecodeNode:
             num_reservations=self.reservations.num_pending,
         )
 
+    def end_if_stuck(self) -> None:
+        """Fails every request once the engine is stuck, so that each is resumed elsewhere; for a watchdog to call.
+
+        Their blocks are given back when, and if, the engine comes to it.
+        """
+        if self._requests and self.engine.stuck(self.clock()):
+            logger.error("the engine is stuck; %d requests are given up", len(self._requests))
+            self._end_all(UnavailableError("the decode node's engine is stuck; resume on another"))
+
     @property
     def ready(self) -> bool:
         """Takes new requests."""

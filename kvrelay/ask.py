@@ -80,6 +80,8 @@ def _prompt(options: argparse.Namespace) -> Prompt:
     if options.prompt is None:
         raise InvalidRequestError('ask something: kvrelay ask "..." ("-" reads the question from stdin)')
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not (text if options.raw else text.strip()):
+        raise InvalidRequestError('the question is empty; write one: kvrelay ask "Why is the sky blue?"')
     if options.raw:
         if options.system:
             raise InvalidRequestError("--system needs the chat template, which --raw skips")

@@ -35,7 +35,13 @@ class PrefillApp:
         self._metrics = PrefillMetrics(registry)
         self._service = PrefillService()
         self.host: EngineHost[PrefillCore] = EngineHost(
-            config, instance_id, registry, make_core=self._make_core, deliver=self._deliver, status=self.status
+            config,
+            instance_id,
+            registry,
+            make_core=self._make_core,
+            deliver=self._deliver,
+            status=self.status,
+            on_stuck=self._on_stuck,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -98,6 +104,10 @@ class PrefillApp:
         assert isinstance(output, PrefillOutput)
         if self._service.jobs is not None:
             self._service.jobs.take(output)
+
+    def _on_stuck(self) -> None:
+        if self._service.jobs is not None:
+            self._service.jobs.fail_if_stuck()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

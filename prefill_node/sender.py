@@ -132,7 +132,8 @@ class HandoffSender:
         slab = self._read_slab(self._progress.block_ids[index])
         if index < len(self._hashes):
             return block_frame(index, self._hashes[index], slab)
-        return tail_frame(index, self._num_tokens - index * self._model.layout.block_tokens, slab)
+        num_tail_tokens = self._num_tokens - index * self._model.layout.block_tokens
+        return tail_frame(index, num_tail_tokens, self._model.layout.without_rest(slab, num_tail_tokens))
 
     def _end(self, first_token: GeneratedToken) -> HandoffEnd:
         return HandoffEnd(self._num_sent, self._chain.digest(), first_token)

@@ -41,8 +41,12 @@ class EngineHost(Generic[C]):
         make_core: Callable[[LoadedEngine], C],
         deliver: Callable[[object], None],
         status: Callable[[], NodeStatus],
+        on_stuck: Callable[[], None],
     ) -> None:
-        """`make_core` runs on the engine thread; `status` is also read by whoever scrapes, on another thread."""
+        """`make_core` runs on the engine thread; `status` is also read by whoever scrapes, on another thread.
+
+        `on_stuck` gives running requests up; it is called again and again while the engine is stuck.
+        """
         self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
         self.readiness = Readiness()
         self._config = config
@@ -50,6 +54,7 @@ class EngineHost(Generic[C]):
         self._registry = registry
         self._make_core = make_core
         self._status = status
+        self._on_stuck = on_stuck
         self._loaded: LoadedEngine | None = None  # set on the engine thread before its start is told
         self._offloader: Offloader | None = None
         self._membership: Membership | None = None
@@ -152,3 +157,5 @@ class EngineHost(Generic[C]):
         self.readiness.set(not stuck, "the engine has not finished a step for too long" if stuck else "")
         if self.readiness.ready != was_ready:
             self.changed()
+        if stuck:
+            self._on_stuck()

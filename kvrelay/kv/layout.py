@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.kv.hashing import hash_fields
+from kvrelay.kv.hashing import Buffer, hash_fields
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AXES = "layer,kv,token,head,dim"
@@ -61,3 +61,12 @@ class KVLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions, the last one perhaps in part."""
         return -(-num_tokens // self.block_tokens)
+
+    def without_rest(self, slab: Buffer, num_tokens: int) -> bytearray:
+        """A copy of a slab with zeros from position `num_tokens` on, where an earlier owner's KV may still lie."""
+        row_bytes = self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]  # K or V of one token in one layer
+        cleared, zeros = bytearray(slab), bytes(row_bytes * (self.block_tokens - num_tokens))
+        for start in range(0, self.slab_bytes, row_bytes * self.block_tokens):
+            end = start + row_bytes * self.block_tokens
+            cleared[end - len(zeros) : end] = zeros
+        return cleared

@@ -131,6 +131,17 @@ class BlockPool:
         self._hashes[block_id] = block_hash
         return True
 
+    def disown(self, block_ids: Iterable[BlockId]) -> None:
+        """Forgets the names of blocks whose contents are in doubt: none is found again, whoever holds it now."""
+        for block_id in block_ids:
+            block_hash = self._hashes.pop(block_id, None)
+            if block_hash is None:
+                continue
+            del self._index[block_hash]
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._free.append(block_id)
+
     def counts(self) -> BlockCounts:
         return BlockCounts(
             total=self.num_blocks,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kvrelay.inference import RequestAccepted, TokenPrompt
+from typing import Any
+
+import pytest
+
+from kvrelay.inference import RequestAccepted, TokenPrompt, TokensGenerated, Usage
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import CachedTokens, FinishReason
 from tests.support.coordinator_ends import ends, greedy, long_prompt
@@ -100,3 +104,52 @@ async def test_max_tokens_cut_the_answer() -> None:
         outcome = await cluster.ask(sampling=greedy(max_tokens=3, stop=("e question",)))
         assert outcome.text == "The"  # its "e" was held back until the end
         assert outcome.finished.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100])
+@pytest.mark.parametrize(
+    ("sampling", "stop_string"),
+    [({"stop_token_ids": ANSWER_IDS[:1]}, ""), ({"stop": ("T",)}, "T"), ({"stop": ("x", "T"), "min_tokens": 1}, "T")],
+    ids=["stop token", "stop string", "min_tokens reached"],
+)
+async def test_first_token_may_end_the_answer(max_tokens: int, sampling: dict[str, Any], stop_string: str) -> None:
+    """Computed by the prefill node alone, or handed over with the KV."""
+    async with ends() as cluster:
+        cluster.prefill[0].cached = CachedTokens(device=48)
+        outcome = await cluster.ask(sampling=greedy(max_tokens=max_tokens, **sampling))
+        assert (outcome.token_ids, outcome.text) == (ANSWER_IDS[:1], "")
+        assert (outcome.finished.reason, outcome.finished.stop_string) == (FinishReason.STOP, stop_string)
+        assert outcome.finished.usage == Usage(100, 1, CachedTokens(device=48))
+        assert outcome.finished.retries == 0
+        assert len(cluster.decode[0].requests) == (0 if max_tokens == 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text", "num_tokens", "reason"),
+    [
+        ({"max_tokens": 1, "stop": ("The",)}, "T", 1, FinishReason.LENGTH),  # held back as a start of it, until the end
+        ({"min_tokens": 2, "stop": ("T",)}, ANSWER_TEXT, 45, FinishReason.STOP),
+        ({"min_tokens": 2, "stop": ("Th",)}, ANSWER_TEXT, 45, FinishReason.STOP),  # it began too early
+        ({"min_tokens": 2, "stop": ("h",)}, "T", 2, FinishReason.STOP),
+        ({"min_tokens": 3, "stop": ("h",)}, "The answer is 42, w", 20, FinishReason.STOP),
+        ({"min_tokens": 3, "max_tokens": 3, "stop": ("The",)}, "The", 3, FinishReason.LENGTH),
+    ],
+)
+async def test_min_tokens_with_stop_strings(
+    sampling: dict[str, Any], text: str, num_tokens: int, reason: FinishReason
+) -> None:
+    """A stop string counts once the answer has min_tokens tokens, and only where it lies in text from then on."""
+    async with ends() as cluster:
+        outcome = await cluster.ask(sampling=greedy(**sampling))
+        assert (outcome.text, outcome.token_ids) == (text, ANSWER_IDS[:num_tokens])
+        assert outcome.finished.reason is reason
+        assert outcome.finished.usage.completion_tokens == num_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+async def test_every_token_has_its_logprobs_the_first_included(max_tokens: int) -> None:
+    async with ends() as cluster:
+        events = cluster.client.generate(long_prompt(), greedy(max_tokens=max_tokens, logprobs=2))
+        tokens = [token async for event in events if isinstance(event, TokensGenerated) for token in event.tokens]
+        assert [token.logprobs.chosen.logprob for token in tokens if token.logprobs] == [-1.0, -2.0, -3.0][:max_tokens]
+        assert [len(token.logprobs.top) for token in tokens if token.logprobs] == [2] * max_tokens

@@ -58,6 +58,39 @@ async def test_prefill_node_dies_between_commit_and_its_report() -> None:
         assert outcome.finished.retries == 0
 
 
+async def test_lost_word_of_a_commit_is_no_failure() -> None:
+    """The KV stream broke between END and its answer: the prefill node cannot know, the tokens tell."""
+    async with ends(num_prefill=2) as cluster:
+        cluster.prefill[0].cached = CachedTokens(device=80)
+        cluster.prefill[0].at["committed"].failures = [UnavailableError("the KV stream broke")]
+        outcome = await cluster.ask()
+        assert outcome.token_ids == ANSWER_IDS
+        assert outcome.finished.retries == 0
+        assert outcome.finished.usage == Usage(100, 45, CachedTokens(device=80))
+        assert outcome.finished.prefill_node == cluster.prefill[0].address
+        assert cluster.prefill[1].requests == []
+        assert cluster.metric("kvrelay_cached_prompt_tokens_total", tier="device") == 80
+
+
+async def test_a_retry_that_finds_the_kv_there_already_is_done() -> None:
+    """The first token is slow to come, so the prefill is repeated; what the first node found in its cache counts."""
+    async with ends(num_prefill=2) as cluster:
+        cluster.prefill[0].cached = CachedTokens(device=80)
+        cluster.prefill[1].cached = CachedTokens(memory=48)
+        cluster.prefill[0].at["committed"].failures = [UnavailableError("the KV stream broke")]
+        cluster.decode[0].at["token"].hold()
+        asked = asyncio.create_task(cluster.ask())
+        await cluster.prefill[1].until_reached("compute")
+        await cluster.prefill[1].until(lambda: cluster.prefill[1].idle)
+        cluster.decode[0].at["token"].let_go()
+        outcome = await asked
+        assert outcome.token_ids == ANSWER_IDS
+        assert len(cluster.decode[0].requests) == 1
+        assert outcome.finished.usage == Usage(100, 45, CachedTokens(device=80))
+        assert outcome.finished.prefill_node == cluster.prefill[0].address
+        assert cluster.metric("kvrelay_retries_total", kind="decode") == 0
+
+
 async def test_two_failed_prefills_cast_doubt_on_the_decode_node() -> None:
     async with ends(num_prefill=2, num_decode=2) as cluster:
         for node in cluster.prefill:

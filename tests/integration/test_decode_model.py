@@ -68,7 +68,7 @@ class Prefiller:
         count = sequence.num_uncomputed
         (token,) = self.engine.runner.run(Batch((ScheduledRow(sequence, count),)))
         sequence.num_computed_tokens += count
-        assert token is not None
+        assert isinstance(token, GeneratedToken)
         return token
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from kvrelay.messages import (
 from kvrelay.rpc import convert_decode, raw
 from kvrelay.rpc.channel import cancelling, open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.sampling import SamplingParams
+from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import FinishReason, InstanceId, RequestId
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
@@ -89,6 +89,11 @@ class Pair:
                 assert isinstance(event, TokensDecoded)
                 token_ids.extend(token.token_id for token in event.tokens)
         raise AssertionError("the stream ended without DecodeFinished")
+
+    async def generated(self, granted: ReservationGranted, *, compute_tail: bool = False) -> list[GeneratedToken]:
+        async with self.decode.decode(granted.reservation_id, compute_tail, timeout_s=TIMEOUT_S) as events:
+            decoded = [event.tokens async for event in events if isinstance(event, TokensDecoded)]
+        return [token for tokens in decoded for token in tokens]
 
     async def answer(self, request: NodeRequest) -> tuple[list[int], PrefillFinished, ReservationGranted]:
         """As a coordinator would: reserve, then read the tokens while the prompt is computed."""
@@ -247,3 +252,58 @@ async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
                     await anext(events)
         finally:
             engine_may_go_on.set()
+
+
+FORCE_EOS = {2: 100.0}  # a bias that makes the end of the sequence the likeliest token wherever it is allowed
+
+
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(0, 1), (1, 2), (3, 4)])
+async def test_the_end_of_the_sequence_may_be_the_first_token_unless_min_tokens_forbids(
+    model: Path, min_tokens: int, num_tokens: int
+) -> None:
+    async with pair(model) as nodes:
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=8, min_tokens=min_tokens, logit_bias=FORCE_EOS)
+        request = replace(make_request(40), sampling=sampling)
+        granted = await nodes.reserve(request)
+        reading = asyncio.create_task(nodes.tokens(granted))
+        finished = await nodes.compute(request, nodes.target(granted))
+        token_ids, end = await reading
+        assert token_ids[0] == finished.first_token.token_id
+        assert len(token_ids) == num_tokens
+        assert [token_id == 2 for token_id in token_ids] == [False] * min_tokens + [True]
+        assert end.reason is FinishReason.STOP
+
+
+async def test_a_single_token_needs_no_decode_node_and_may_be_the_end(model: Path) -> None:
+    async with pair(model) as nodes:
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=1, logit_bias=FORCE_EOS, logprobs=1)
+        async with nodes.prefill.prefill(replace(make_request(40), sampling=sampling), None) as events:
+            finished = [event async for event in events][-1]
+        assert isinstance(finished, PrefillFinished)
+        assert finished.first_token.token_id == 2
+        logprobs = finished.first_token.logprobs
+        assert logprobs is not None
+        assert logprobs.chosen.token_id == 2
+        assert logprobs.top[0].logprob > logprobs.chosen.logprob  # the model's own opinion, without the bias
+
+
+async def test_the_first_token_is_handed_over_with_its_logprobs(model: Path) -> None:
+    """They are what the prefill node reports, and what a node that computes the prompt itself finds."""
+    async with pair(model) as nodes:
+        request = make_request(40)
+        request = replace(request, sampling=replace(request.sampling, logprobs=3, max_tokens=3))
+        granted = await nodes.reserve(request)
+        reading = asyncio.create_task(nodes.generated(granted))
+        finished = await nodes.compute(request, nodes.target(granted))
+        first, *rest = await reading
+        assert first == finished.first_token
+        assert first.logprobs is not None
+        assert len(first.logprobs.top) == 3
+        assert first.logprobs.top[0] == first.logprobs.chosen  # greedy
+        computed = await nodes.generated(await nodes.reserve(request), compute_tail=True)
+        assert len(computed) == 1 + len(rest) == 3
+        for ours, theirs in zip((first, *rest), computed, strict=True):
+            assert ours.logprobs is not None
+            assert theirs.logprobs is not None
+            assert ours.logprobs.chosen.token_id == theirs.logprobs.chosen.token_id
+            assert ours.logprobs.chosen.logprob == pytest.approx(theirs.logprobs.chosen.logprob, abs=1e-3)

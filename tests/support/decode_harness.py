@@ -93,8 +93,8 @@ async def decode_node(
     core = DecodeCore(
         info=info, runner=runner, cache=cache, pool=pool, scheduler=Scheduler(max_batch, max_batched_tokens)
     )
-    engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output))
     timing: dict[str, Callable[[], float]] = {"clock": clock} if clock else {}
+    engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output), **timing)
     node = DecodeNode(
         engine=engine,
         info=info,

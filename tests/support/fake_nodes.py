@@ -16,7 +16,14 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
-from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError, OverloadedError, StaleError
+from kvrelay.errors import (
+    AlreadyCommittedError,
+    InvalidRequestError,
+    KVRelayError,
+    NotFoundError,
+    OverloadedError,
+    StaleError,
+)
 from kvrelay.kv.layout import KVLayout
 from kvrelay.messages import (
     DecodeFinished,
@@ -31,7 +38,7 @@ from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grp
 from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.membership import Membership
 from kvrelay.rpc.server import make_server
-from kvrelay.sampling import GeneratedToken
+from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
 from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 
@@ -213,7 +220,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         if reservation is None or target.instance_id != self.instance_id or target.attempt <= reservation.attempt:
             raise StaleError(f"decode node {self.address}: no handoff is expected here")
         if reservation.committed.is_set():
-            raise StaleError(f"decode node {self.address}: the handoff is committed already")
+            raise AlreadyCommittedError(f"decode node {self.address}: the handoff is committed already")
         reservation.attempt = target.attempt
         reservation.committed.set()
 
@@ -264,7 +271,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         for number in range(len(output), len(ANSWER_IDS)):
             await self._reach("token")
             token_id = ANSWER_IDS[number]
-            yield TokensDecoded((GeneratedToken(token_id),))
+            yield TokensDecoded((generated(request, number),))
             reason = finish_reason(request, token_id, number + 1)
             if reason is not None:
                 await self._reach("finish")
@@ -323,7 +330,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
     def _finished(self, request: NodeRequest, target: HandoffTarget | None) -> PrefillFinished:
         number = len(request.token_ids) - request.num_prompt_tokens
         return PrefillFinished(
-            first_token=GeneratedToken(ANSWER_IDS[number]),
+            first_token=generated(request, number),
             cached=self.cached,
             compute_s=0.5,
             handoff_s=0.125 if target else 0.0,
@@ -335,6 +342,15 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
             if node.address == address:
                 return node
         raise StaleError(f"decode node {address} is not there")
+
+
+def generated(request: NodeRequest, number: int) -> GeneratedToken:
+    """The answer's token; asked for log-probabilities, its own is -1 for the first, -2 for the second and so on."""
+    token_id = ANSWER_IDS[number]
+    if request.sampling.logprobs is None:
+        return GeneratedToken(token_id)
+    chosen = TokenLogprob(token_id, -1.0 - number)
+    return GeneratedToken(token_id, StepLogprobs(chosen, (chosen,) * request.sampling.logprobs))
 
 
 def finish_reason(request: NodeRequest, token_id: int, num_output: int) -> FinishReason | None:

@@ -25,6 +25,7 @@ class FakeReceiver:
         self.refusal: KVRelayError | None = None  # raised on BEGIN
         self.fail_after: int | None = None  # blocks after which the stream ends, without commit
         self.failure: KVRelayError | None = None  # how it ends then; None: as if all were well
+        self.end_failure: KVRelayError | None = None  # raised on END, instead of the answer
         self.may_acknowledge = asyncio.Event()
         self.may_acknowledge.set()
         self.hold_commit_only = False  # acknowledge blocks at once, but not END
@@ -73,6 +74,8 @@ class FakeReceiver:
             return BlocksReceived(0, committed=False)
         if frame.kind is FrameKind.END:
             reply = self._finish(convert_decode.handoff_end_from_bytes(frame.payload))
+            if self.end_failure is not None:
+                raise self.end_failure
             async with self.arrived:
                 self.arrived.notify_all()
             return reply

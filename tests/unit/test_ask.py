@@ -50,6 +50,9 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         ([], "ask something"),
+        ([""], "the question is empty; write one"),
+        ([" \n"], "the question is empty; write one"),
+        (["", "--raw"], "the question is empty; write one"),
         (["hello", "--prompt-ids", "1"], "is the whole prompt"),
         (["hello", "--raw", "--system", "s"], "which --raw skips"),
         (["hello", "--max-tokens", "-1"], "max_tokens is -1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvrelay.errors import ConfigError
 from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS, new_registry, serve
@@ -23,6 +23,15 @@ def test_the_endpoint_serves_the_registry_until_closed() -> None:
     assert "process_resident_memory_bytes" in text
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+
+
+def test_no_created_series_are_exposed() -> None:
+    registry = new_registry()
+    Counter("kvrelay_things", "Things.", registry=registry).inc()
+    Histogram("kvrelay_waits", "Waits.", registry=registry).observe(1.0)
+    text = generate_latest(registry).decode()
+    assert "kvrelay_things_total 1.0" in text
+    assert "_created" not in text
 
 
 def test_a_port_in_use_is_a_configuration_error() -> None:

@@ -261,6 +261,12 @@ class PoolMachine(RuleBasedStateMachine):
             if self.refs[block_id] and block_id not in self.pool._hashes:
                 assert self.pool.register(block_id, block_hash) == (owner is None)
 
+    @rule(block_ids=st.sets(st.integers(0, NUM_BLOCKS - 1)))
+    def disown(self, block_ids: set[int]) -> None:
+        names = [self.pool._hashes[BlockId(i)] for i in block_ids if i in self.pool._hashes]
+        self.pool.disown([BlockId(i) for i in block_ids])
+        assert all(self.pool.find(name) is None for name in names)
+
     @invariant()
     def books_agree(self) -> None:
         self.pool.check()
