@@ -31,10 +31,11 @@ class NodeJoined(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
+    """One of the four; ROLE_UNSPECIFIED is refused."""
     instance_id: _builtins.str
-    """New at every start of the process."""
+    """New at every start of the process; 1 to 128 characters."""
     address: _builtins.str
-    """host:port its gRPC services answer on."""
+    """host:port its gRPC services answer on; not empty."""
     protocol_version: _builtins.int
     """This schema's version; 1."""
     @_builtins.property
@@ -70,7 +71,9 @@ class BlockCounts(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
+    """Blocks of the pool; at least 1 where there is one, 0 on other roles."""
     free: _builtins.int
+    """In [0, total], as are the next three; given to the next request that asks."""
     reserved: _builtins.int
     """Set aside for requests whose KV has not arrived."""
     held: _builtins.int
@@ -122,10 +125,13 @@ class NodeStatus(_message.Message):
     num_reservations: _builtins.int
     """Reservations not yet running (decode nodes)."""
     memory_bytes: _builtins.int
-    """Store tiers (kvstore only), slab bytes."""
+    """Slabs in memory, in bytes (kvstore only; else 0)."""
     disk_bytes: _builtins.int
+    """Records on disk, in bytes, headers and padding included (kvstore only; else 0)."""
     @_builtins.property
-    def blocks(self) -> Global___BlockCounts: ...
+    def blocks(self) -> Global___BlockCounts:
+        """Of the node's pool; zeros on a kvstore."""
+
     def __init__(
         self,
         *,
@@ -154,9 +160,13 @@ class NodeEvent(_message.Message):
     JOINED_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def joined(self) -> Global___NodeJoined: ...
+    def joined(self) -> Global___NodeJoined:
+        """The first event of the stream and of no other place."""
+
     @_builtins.property
-    def status(self) -> Global___NodeStatus: ...
+    def status(self) -> Global___NodeStatus:
+        """Every later event."""
+
     def __init__(
         self,
         *,
@@ -181,6 +191,7 @@ class JoinAccepted(_message.Message):
 
     COORDINATOR_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     coordinator_instance_id: _builtins.str
+    """New at every start of the coordinator; 16 characters."""
     def __init__(
         self,
         *,
@@ -200,7 +211,9 @@ class JoinEvent(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def accepted(self) -> Global___JoinAccepted: ...
+    def accepted(self) -> Global___JoinAccepted:
+        """The first and only event."""
+
     def __init__(
         self,
         *,
@@ -241,11 +254,15 @@ class NodeReport(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     age_s: _builtins.float
-    """Since its last status."""
+    """Seconds since its last status; at least 0."""
     @_builtins.property
-    def node(self) -> Global___NodeJoined: ...
+    def node(self) -> Global___NodeJoined:
+        """As the node introduced itself."""
+
     @_builtins.property
-    def status(self) -> Global___NodeStatus: ...
+    def status(self) -> Global___NodeStatus:
+        """Its latest; all zeros, and not ready, before the first."""
+
     def __init__(
         self,
         *,
@@ -276,7 +293,9 @@ class GetStatusReply(_message.Message):
     ready: _builtins.bool
     """The coordinator takes new requests."""
     @_builtins.property
-    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeReport]: ...
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeReport]:
+        """In no order; at most one for each instance."""
+
     def __init__(
         self,
         *,

@@ -30,7 +30,9 @@ class ReserveRequest(_message.Message):
     num_tokens: _builtins.int
     """Positions to hold, token_ids and answer together."""
     @_builtins.property
-    def request(self) -> _types_pb2.NodeRequest: ...
+    def request(self) -> _types_pb2.NodeRequest:
+        """What is to be decoded."""
+
     def __init__(
         self,
         *,
@@ -54,6 +56,7 @@ class ReserveReply(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    """Names the reservation in every later call; 32 characters."""
     instance_id: _builtins.str
     """The process that granted it."""
     num_cached_blocks: _builtins.int
@@ -82,6 +85,7 @@ class RenewRequest(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    """From ReserveReply."""
     def __init__(
         self,
         *,
@@ -121,6 +125,7 @@ class ReleaseRequest(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    """From ReserveReply."""
     def __init__(
         self,
         *,
@@ -156,6 +161,7 @@ class DecodeRequest(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     COMPUTE_TAIL_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    """From ReserveReply."""
     compute_tail: _builtins.bool
     """Compute the tokens after the cached blocks here instead of waiting for a handoff."""
     def __init__(
@@ -212,6 +218,7 @@ class DecodeFinished(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
+    """Never FINISH_REASON_UNSPECIFIED."""
     compute_s: _builtins.float
     """With compute_tail: seconds from joining the batch to the first token; else 0."""
     @_builtins.property
@@ -240,9 +247,13 @@ class DecodeEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def tokens(self) -> Global___TokensDecoded: ...
+    def tokens(self) -> Global___TokensDecoded:
+        """Any number of them."""
+
     @_builtins.property
-    def finished(self) -> Global___DecodeFinished: ...
+    def finished(self) -> Global___DecodeFinished:
+        """Once, as the last event."""
+
     def __init__(
         self,
         *,
@@ -273,6 +284,7 @@ class HandoffBegin(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    """From ReserveReply."""
     instance_id: _builtins.str
     """The process that granted the reservation."""
     attempt: _builtins.int

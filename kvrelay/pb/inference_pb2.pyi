@@ -200,9 +200,11 @@ class RequestFinished(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
+    """Never FINISH_REASON_UNSPECIFIED."""
     prefill_node: _builtins.str
     """Instance addresses that computed it; prefill is empty when none was needed."""
     decode_node: _builtins.str
+    """Empty when the answer is one token, which the prefill node draws."""
     handoff_bytes: _builtins.int
     """KV bytes moved from prefill to decode."""
     stop_string: _builtins.str
@@ -210,9 +212,13 @@ class RequestFinished(_message.Message):
     retries: _builtins.int
     """Attempts beyond the first."""
     @_builtins.property
-    def usage(self) -> _types_pb2.Usage: ...
+    def usage(self) -> _types_pb2.Usage:
+        """Tokens, over all attempts once."""
+
     @_builtins.property
-    def timing(self) -> _types_pb2.Timing: ...
+    def timing(self) -> _types_pb2.Timing:
+        """Seconds, over all attempts."""
+
     def __init__(
         self,
         *,
@@ -241,7 +247,9 @@ class RequestFailed(_message.Message):
 
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def error(self) -> _types_pb2.Error: ...
+    def error(self) -> _types_pb2.Error:
+        """What went wrong; its retryable says whether the same request may be sent again."""
+
     def __init__(
         self,
         *,
@@ -264,13 +272,21 @@ class GenerateEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def accepted(self) -> Global___RequestAccepted: ...
+    def accepted(self) -> Global___RequestAccepted:
+        """First, once."""
+
     @_builtins.property
-    def tokens(self) -> Global___TokensGenerated: ...
+    def tokens(self) -> Global___TokensGenerated:
+        """Any number of them."""
+
     @_builtins.property
-    def finished(self) -> Global___RequestFinished: ...
+    def finished(self) -> Global___RequestFinished:
+        """Last, once; or failed."""
+
     @_builtins.property
-    def failed(self) -> Global___RequestFailed: ...
+    def failed(self) -> Global___RequestFailed:
+        """Last, once; or finished."""
+
     def __init__(
         self,
         *,
@@ -299,8 +315,11 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     """A served model's name; empty: the only one."""
     text: _builtins.str
+    """Tokenized as it stands, special tokens recognised; UTF-8, at most 4,194,304 characters."""
     @_builtins.property
-    def chat(self) -> Global___Chat: ...
+    def chat(self) -> Global___Chat:
+        """Rendered by the chat template, then tokenized; as long at most."""
+
     def __init__(
         self,
         *,
@@ -324,7 +343,9 @@ class TokenizeReply(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Each in [0, vocab_size); at least one."""
+
     def __init__(
         self,
         *,
@@ -413,7 +434,9 @@ class GetModelReply(_message.Message):
     default_max_tokens: _builtins.int
     """Tokens generated when max_tokens is unset, before caps."""
     @_builtins.property
-    def model(self) -> _types_pb2.ModelInfo: ...
+    def model(self) -> _types_pb2.ModelInfo:
+        """As the nodes serve it, under the name clients use."""
+
     def __init__(
         self,
         *,

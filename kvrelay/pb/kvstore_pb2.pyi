@@ -73,7 +73,9 @@ class MatchRequest(_message.Message):
     each: _builtins.bool
     """False: count the longest held prefix. True: report every block on its own (an offloader asks what is missing)."""
     @_builtins.property
-    def namespace(self) -> Global___StoreNamespace: ...
+    def namespace(self) -> Global___StoreNamespace:
+        """Where to look."""
+
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Chained hashes, parent before child; 32 bytes each; at most 65,536."""
@@ -124,7 +126,9 @@ class GetRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def namespace(self) -> Global___StoreNamespace: ...
+    def namespace(self) -> Global___StoreNamespace:
+        """Where to look."""
+
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """32 bytes each; answered in this order until the first block the store cannot prove; at most 65,536."""
@@ -151,7 +155,9 @@ class PutBegin(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def namespace(self) -> Global___StoreNamespace: ...
+    def namespace(self) -> Global___StoreNamespace:
+        """Where the blocks belong."""
+
     def __init__(
         self,
         *,
@@ -220,6 +226,7 @@ class TierStats(_message.Message):
     HITS_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
+    """Blocks held."""
     num_bytes: _builtins.int
     """Slab bytes held."""
     capacity_bytes: _builtins.int
@@ -261,9 +268,13 @@ class StatsReply(_message.Message):
     write_failures: _builtins.int
     """Writes the disk tier refused (disk or map full) since start."""
     @_builtins.property
-    def memory(self) -> Global___TierStats: ...
+    def memory(self) -> Global___TierStats:
+        """Slabs in memory."""
+
     @_builtins.property
-    def disk(self) -> Global___TierStats: ...
+    def disk(self) -> Global___TierStats:
+        """Records in LMDB; zeros without a disk tier. Its bytes count headers and padding too."""
+
     def __init__(
         self,
         *,

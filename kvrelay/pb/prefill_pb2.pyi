@@ -35,9 +35,9 @@ class HandoffTarget(_message.Message):
     reservation_id: _builtins.str
     """From ReserveReply."""
     attempt: _builtins.int
-    """Counts up with each prefill attempt under one reservation; an older attempt's frames are refused."""
+    """Counts up from 1 with each prefill attempt under one reservation; an older attempt's frames are refused."""
     first_block: _builtins.int
-    """Leading blocks the decode node already has; frames start here."""
+    """Leading blocks the decode node already has; frames start here. Below the number of the request's blocks."""
     def __init__(
         self,
         *,
@@ -62,7 +62,9 @@ class PrefillRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def request(self) -> _types_pb2.NodeRequest: ...
+    def request(self) -> _types_pb2.NodeRequest:
+        """What is to be computed."""
+
     @_builtins.property
     def target(self) -> Global___HandoffTarget:
         """Unset: no handoff, only the first token is wanted (max_tokens = 1)."""
@@ -120,11 +122,11 @@ class PrefillFinished(_message.Message):
     first_token_id: _builtins.int
     """The token after the last of token_ids."""
     compute_s: _builtins.float
-    """From PrefillStarted to the first token."""
+    """Seconds from PrefillStarted to the first token."""
     handoff_s: _builtins.float
-    """From the first to the last frame's acknowledgement; 0 without a target."""
+    """Seconds from the first frame to the last one's acknowledgement; 0 without a target."""
     handoff_bytes: _builtins.int
-    """Slab bytes sent."""
+    """Slab bytes sent; 0 without a target."""
     @_builtins.property
     def logprobs(self) -> _types_pb2.StepLogprobs:
         """Set when log-probabilities were asked for."""
@@ -158,9 +160,13 @@ class PrefillEvent(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def started(self) -> Global___PrefillStarted: ...
+    def started(self) -> Global___PrefillStarted:
+        """Once, first."""
+
     @_builtins.property
-    def finished(self) -> Global___PrefillFinished: ...
+    def finished(self) -> Global___PrefillFinished:
+        """Once, last."""
+
     def __init__(
         self,
         *,

@@ -494,7 +494,7 @@ class ModelInfo(_message.Message):
     dtype: _builtins.str
     """Computation type: "float32", "bfloat16" or "float16"."""
     attention_backend: _builtins.str
-    """Which attention serves, such as "paged-reference-cpu"."""
+    """Which attention serves, such as "plain"."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
