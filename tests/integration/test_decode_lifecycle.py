@@ -137,13 +137,16 @@ async def test_a_request_that_ends_while_it_waits_for_a_row_frees_all_it_held() 
 
 async def test_a_cancelled_reserve_leaves_nothing_behind() -> None:
     runner = FakeRunner()
-    async with decode_node(runner=runner) as harness:
+    async with decode_node(runner=runner, max_requests=8, lease_s=60.0) as harness:  # no lease lapses meanwhile
         granted = await reserve(harness)
         gate = Gate(runner)
         events = harness.client.decode(granted.reservation_id, compute_tail=True)
         await gate.reached()
         with pytest.raises(DeadlineError):
             await harness.client.reserve(REQUEST, 30, timeout_s=0.1)  # the engine is inside a step
+        async with asyncio.timeout(10):
+            while harness.node.status().num_slots_free < 7:  # the node has not seen the cancel yet
+                await asyncio.sleep(0)
         gate.open()
         assert (await read_all(events))[1].reason is FinishReason.LENGTH
 
