@@ -99,6 +99,7 @@ class FrontDoor:
         request_id = _settle_request_id(request.request_id)
         request.sampling.validate(model.vocab_size)
         prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
+        self._check_open()  # a drain may have begun meanwhile, and counts on the requests it found
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
+from kvrelay.errors import InvalidRequestError, OverloadedError, PromptTooLongError, UnknownModelError
 from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from kvrelay.tokenizer import Tokenizer
 from kvrelay.types import check_token_id
@@ -15,6 +15,8 @@ CHAT_ROLES = ("system", "user", "assistant")
 THREAD_CHARS = 8_192  # longer texts are tokenized in a thread: about 2 ms of the event loop's time
 MESSAGE_CHARS = 32  # about what a template writes around a message
 NUM_THREADS = 2  # more long texts than that wait: tokenizing must not take every core from what runs
+MAX_LONG_TEXTS = 64  # in the threads or waiting for one; more are turned away
+LONG_TEXT_RETRY_S = 1.0
 MAX_CHARS = 4 * 2**20  # of a text that is tokenized for no model: no model's prompt is that long
 
 
@@ -25,6 +27,7 @@ class Text:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._num_long_texts = 0
 
     def close(self) -> None:
         """Texts that wait for a thread are given up."""
@@ -38,7 +41,7 @@ class Text:
     async def prompt_ids(
         self, prompt: Prompt | None, vocab_size: int, max_model_len: int | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a prompt, at least one. Raises InvalidRequestError.
+        """Token ids of a prompt, at least one. Raises InvalidRequestError, or OverloadedError if too many are long.
 
         A text that cannot possibly fit into `max_model_len` tokens is a PromptTooLongError before it is tokenized.
         """
@@ -79,7 +82,16 @@ class Text:
     async def _run(self, num_chars: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
         if num_chars <= THREAD_CHARS:
             return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        if self._num_long_texts >= MAX_LONG_TEXTS:
+            raise OverloadedError(
+                f"{MAX_LONG_TEXTS} long texts are being tokenized, the most this coordinator takes; try again later",
+                retry_after_s=LONG_TEXT_RETRY_S,
+            )
+        self._num_long_texts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        finally:
+            self._num_long_texts -= 1
 
     def _check_length(self, text: str, max_model_len: int | None) -> None:
         most = MAX_CHARS if max_model_len is None else max_model_len * self.tokenizer.max_chars_per_token

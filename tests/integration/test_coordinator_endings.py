@@ -45,6 +45,8 @@ async def test_cancel_frees_everything(kind: str, stage: str, how: str) -> None:
             await cluster.client.cancel("doomed")
             with pytest.raises(CancelledError, match="cancelled"):
                 await asked
+        if stage not in ("reserve", "granted"):  # a Reserve on its way is waited for, to be given back
+            await cluster.check_idle()
         node.at[stage].let_go()
         await cluster.check_idle()
         assert cluster.metric("kvrelay_request_edges_total", edge="cancelled") == 1
@@ -125,6 +127,25 @@ async def test_drain_ends_what_outlives_the_grace_period() -> None:
         await cluster.app.drain(0.1)
         with pytest.raises(UnavailableError, match="shutting down"):
             await asked
+
+
+async def test_drain_that_begins_while_a_prompt_is_tokenized_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ends() as cluster:
+        tokenizing, tokenized = asyncio.Event(), asyncio.Event()
+
+        async def prompt_ids(*_: object) -> tuple[int, ...]:
+            tokenizing.set()
+            await tokenized.wait()
+            return (3,) * 100
+
+        monkeypatch.setattr(cluster.app.door.text, "prompt_ids", prompt_ids)
+        asked = asyncio.create_task(cluster.ask())
+        await tokenizing.wait()
+        await cluster.app.drain(10.0)
+        tokenized.set()
+        with pytest.raises(UnavailableError, match="draining"):
+            await asked
+        assert not any(node.requests for node in cluster.nodes)
 
 
 async def test_sixteen_at_once() -> None:

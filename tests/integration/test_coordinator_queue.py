@@ -9,7 +9,7 @@ import pytest
 from kvrelay.errors import (
     OverloadedError,
 )
-from tests.support.coordinator_ends import ends, greedy
+from tests.support.coordinator_ends import TIMEOUT_S, ends, greedy
 from tests.support.fake_nodes import ANSWER_IDS
 
 
@@ -40,6 +40,24 @@ async def test_waits_for_a_prefill_slot_without_reserving() -> None:
         assert cluster.decode[0].reached["reserve"] == 0
         cluster.prefill[0].num_slots_free = 1
         cluster.prefill[0].tell()
+        assert (await asked).token_ids == ANSWER_IDS
+
+
+async def test_a_guess_at_a_cache_that_proves_wrong_leaves_no_reservation_behind() -> None:
+    """While every prefill node is busy only a decode node that has the prompt will do. One that was believed to have
+    it, and has it no more, gets its blocks back at once."""
+    async with ends() as cluster:
+        await cluster.ask()  # from now on the decode node is believed to have the prompt
+        prefill, decode = cluster.prefill[0], cluster.decode[0]
+        prefill.num_slots_free = 0
+        prefill.tell()
+        await cluster.until_status(lambda status: status.nodes[0].status.num_slots_free == 0)
+        asked = asyncio.create_task(cluster.ask())
+        await decode.until_reached("granted", times=2)
+        await asyncio.wait_for(decode.until(lambda: decode.idle), TIMEOUT_S)
+        await cluster.until_queued(1)
+        prefill.num_slots_free = 1
+        prefill.tell()
         assert (await asked).token_ids == ANSWER_IDS
 
 
