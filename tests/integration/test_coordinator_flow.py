@@ -285,6 +285,13 @@ async def test_waits_for_room_and_goes_in_order() -> None:
         assert outcomes[2].finished.timing.queue_s > outcomes[0].finished.timing.queue_s
 
 
+@pytest.mark.parametrize("failure", [UnavailableError("failed to connect"), OverloadedError("full, for a moment")])
+async def test_reserve_that_failed_once_is_tried_again_though_no_status_ever_changes(failure: KVRelayError) -> None:
+    async with ends() as ours:
+        ours.decode[0].at["reserve"].failures = [failure]
+        assert (await ours.ask()).token_ids == ANSWER_IDS
+
+
 async def test_waits_for_a_prefill_slot_without_reserving() -> None:
     async with ends() as cluster:
         cluster.prefill[0].num_slots_free = 0
