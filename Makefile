@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+TESTS ?= tests/unit tests/integration tests/e2e
 
 .DEFAULT_GOAL := help
 .PHONY: help venv up test lint fmt fmt-check type check proto config-table bench clean
@@ -22,9 +23,9 @@ $(INSTALLED): pyproject.toml scripts/install
 up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other shapes
 	@exec $(BIN)/kvrelay up $(ARGS)
 
-test: $(INSTALLED)  ## run every test that needs no GPU; ARGS="-k name" for some
+test: $(INSTALLED)  ## run every test that needs no GPU, quick ones first; TESTS=tests/unit for some
 	@$(BIN)/kvrelay fetch-model
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(TESTS) $(ARGS)
 
 lint: $(INSTALLED)  ## find mistakes
 	$(BIN)/ruff check .

@@ -13,39 +13,21 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient
+from kvrelay.client_answer import ClientAnswer, percentiles
+from kvrelay.client_command import DEFAULT_ADDRESS
 from kvrelay.errors import KVRelayError
-from kvrelay.types import RequestFinished, SamplingParams, TokenPrompt, TokensGenerated
+from kvrelay.inference import TokenPrompt
+from kvrelay.sampling import SamplingParams
 
 
-@dataclass(slots=True)
-class Observed:
-    """One request; seconds."""
-
-    first_token_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached: int = 0
-
-
-async def measure(client: AsyncClient, token_ids: tuple[int, ...], max_tokens: int) -> Observed:
-    observed = Observed()
+async def measure(client: AsyncClient, token_ids: tuple[int, ...], max_tokens: int) -> ClientAnswer:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    started = last = time.perf_counter()
+    answer = ClientAnswer(time.monotonic())
     async for event in client.generate(TokenPrompt(token_ids), sampling):
-        now = time.perf_counter()
-        if isinstance(event, TokensGenerated) and event.tokens:
-            if observed.num_tokens:
-                observed.gaps_s += [(now - last) / len(event.tokens)] * len(event.tokens)
-            else:
-                observed.first_token_s = now - started
-            observed.num_tokens += len(event.tokens)
-            last = now
-        elif isinstance(event, RequestFinished):
-            observed.num_cached = event.usage.cached.total
-    return observed
+        answer.add(event, time.monotonic())
+    return answer
 
 
 async def run(options: argparse.Namespace) -> dict[str, float]:
@@ -59,7 +41,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         ]
         room = asyncio.Semaphore(options.concurrency)
 
-        async def one(prompt: tuple[int, ...]) -> Observed:
+        async def one(prompt: tuple[int, ...]) -> ClientAnswer:
             async with room:
                 return await measure(client, prompt, options.max_tokens)
 
@@ -68,24 +50,24 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         return summary(seen, time.perf_counter() - started)
 
 
-def summary(seen: Sequence[Observed], wall_s: float) -> dict[str, float]:
-    firsts = [entry.first_token_s for entry in seen]
-    gaps = [gap for entry in seen for gap in entry.gaps_s] or [0.0]
+def summary(answers: Sequence[ClientAnswer], wall_s: float) -> dict[str, float]:
+    firsts = [answer.first_token_s for answer in answers]
+    p50, p95 = percentiles([gap for answer in answers for gap in answer.gaps_s])
     return {
-        "requests": len(seen),
+        "requests": len(answers),
         "wall_s": round(wall_s, 3),
-        "output_tokens_per_s": round(sum(entry.num_tokens for entry in seen) / wall_s, 1),
-        "cached_prompt_tokens": sum(entry.num_cached for entry in seen),
+        "output_tokens_per_s": round(sum(len(answer.tokens) for answer in answers) / wall_s, 1),
+        "cached_prompt_tokens": sum(answer.finished.usage.cached.total for answer in answers if answer.finished),
         "ttft_p50_ms": round(1e3 * statistics.median(firsts), 1),
         "ttft_max_ms": round(1e3 * max(firsts), 1),
-        "inter_token_p50_ms": round(1e3 * statistics.median(gaps), 1),
-        "inter_token_p95_ms": round(1e3 * sorted(gaps)[int(0.95 * (len(gaps) - 1))], 1),
+        "inter_token_p50_ms": round(1e3 * p50, 1),
+        "inter_token_p95_ms": round(1e3 * p95, 1),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--address", default="127.0.0.1:7400", help="of the coordinator (default: 127.0.0.1:7400)")
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help=f"of the coordinator (default: {DEFAULT_ADDRESS})")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=256)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from kvrelay.detokenizer import Detokenizer, TokenBytes
 from kvrelay.errors import KVRelayError
-from kvrelay.types import FinishReason, GeneratedToken, SamplingParams, TokensGenerated
+from kvrelay.inference import TokensGenerated
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import FinishReason
 
 
 class Answer:

@@ -12,18 +12,11 @@ from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
 from coordinator.placement import Limits, Placement, prefill_candidates
 from coordinator.request import RequestState, may_succeed_elsewhere
-from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
-from kvrelay.types import (
-    BlockHash,
-    DecodeFinished,
-    GeneratedToken,
-    HandoffTarget,
-    InstanceId,
-    PrefillFinished,
-    PrefillStarted,
-    TokensDecoded,
-    TokensGenerated,
-)
+from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError, UnavailableError
+from kvrelay.inference import TokensGenerated
+from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, InstanceId
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +111,12 @@ class Attempt:
 
     async def _prefill(self, placement: Placement | None, decode: asyncio.Task[None] | None) -> PrefillFinished | None:
         """Has some prefill node compute the prompt; None when, after a failure, `decode` shows that it does not matter:
-        tokens came, or it failed too, which explains this failure."""
+        tokens came, or it failed too, which explains this failure. None also when a retry finds that an earlier node's
+        KV arrived after all, though its word of that was lost: that node's account stands."""
         num_failures, number, busy = 0, 0, set[InstanceId]()
+        account = self._state.account
         while True:
+            noted = account.cached, account.prefill_node
             hashes = self._state.hashes()
             member = self._next_prefill_node(hashes, busy)
             number += 1
@@ -128,6 +124,9 @@ class Attempt:
                 return await self._prefill_on(member, hashes, _target(placement, number) if placement else None)
             except OverloadedError:
                 busy.add(member.info.instance_id)
+            except AlreadyCommittedError:
+                account.cached, account.prefill_node = noted
+                return None
             except KVRelayError as error:
                 if decode is not None and await self._is_settled(decode):
                     return None
@@ -156,7 +155,7 @@ class Attempt:
         ):
             async for event in events:
                 if isinstance(event, PrefillStarted):
-                    self._state.note_cached(event.cached)
+                    self._state.note_started(member.info.address, event.cached)
                 else:
                     self._state.note_prefill(member.info.address, event)
                     return event

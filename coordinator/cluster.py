@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from coordinator.members import Member, Members
 from coordinator.nodes import Nodes
 from coordinator.router import PrefixIndex
+from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.errors import UnavailableError
-from kvrelay.kv.layout import NodeInfo
-from kvrelay.types import BlockHash, InstanceId, NodeStatus, Role
+from kvrelay.types import BlockHash, InstanceId, Role
 
 logger = logging.getLogger(__name__)
 

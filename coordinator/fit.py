@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import NeverFitsError, PromptTooLongError
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from coordinator.lifetime import Edge, Lifetime
 from coordinator.placement import Limits, Placement, Placer
 from coordinator.request import RequestState
 from kvrelay.errors import KVRelayError
-from kvrelay.types import RequestFinished, TokensGenerated
+from kvrelay.inference import RequestFinished, TokensGenerated
 
 
 class Flow:

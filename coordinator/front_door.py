@@ -22,10 +22,12 @@ from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
 from coordinator.tenants import DEFAULT_TENANT
 from coordinator.text import Text
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import DuplicateRequestError, KVRelayError, NotFoundError, UnavailableError
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.rpc.convert import check_request_id
-from kvrelay.types import GenerateRequest, InstanceId, RequestId, Role, SamplingParams
+from kvrelay.inference import GenerateRequest
+from kvrelay.rpc.convert_types import check_request_id
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import InstanceId, RequestId, Role
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class FrontDoor:
         model = self.model(request.model)
         request_id = _settle_request_id(request.request_id)
         request.sampling.validate(model.vocab_size)
-        prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size)
+        prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")

@@ -30,6 +30,7 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
         tokenizer = load_tokenizer(config.model)
         text = Text(tokenizer, config.model_name or config.model.name.removesuffix(".gguf"))
+        self._text = text
         self._readiness: Readiness | None = None
         self._nodes = Nodes()
         self._admission = Admission(config.max_queue)
@@ -55,6 +56,7 @@ class Coordinator:
         await self.door.drain(0.0)
         self._cluster.close()
         await self._nodes.close()
+        self._text.close()
 
     def _changed(self) -> None:
         self._admission.changed()

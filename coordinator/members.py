@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
-from kvrelay.kv.layout import ModelInfo, NodeInfo
-from kvrelay.types import InstanceId, NodeStatus, Role
+from kvrelay.types import InstanceId, Role
 
 PROTOCOL_VERSION = 1
 COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)

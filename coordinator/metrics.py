@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coordinator.lifetime import Edge, Stage
+from kvrelay.inference import RequestFinished
 from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
-from kvrelay.types import RequestFinished
 
 _WAITING = (Stage.QUEUED, Stage.RESERVING)
 _RUNNING = (Stage.PREFILLING, Stage.DECODING)

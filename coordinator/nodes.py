@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 
 from kvrelay.errors import KVRelayError
+from kvrelay.messages import NodeRequest, ReservationGranted
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import NodeRequest, ReservationGranted, ReservationId
+from kvrelay.types import ReservationId
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from coordinator.members import Member
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
-from kvrelay.types import BlockHash, ReservationGranted, Role
+from kvrelay.messages import ReservationGranted
+from kvrelay.types import BlockHash, Role
 
 logger = logging.getLogger(__name__)
 

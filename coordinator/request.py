@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
+from kvrelay.inference import RequestFinished, Timing, Usage
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.types import (
-    BlockHash,
-    CachedTokens,
-    InstanceId,
-    NodeRequest,
-    PrefillFinished,
-    RequestFinished,
-    RequestId,
-    SamplingParams,
-    Timing,
-    Usage,
-)
+from kvrelay.messages import NodeRequest, PrefillFinished
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import BlockHash, CachedTokens, InstanceId, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +106,13 @@ class RequestState:
         if self._num_tokens_before == 0:
             self.account.cached = capped(cached, len(self.accepted.prompt_ids))
 
-    def note_prefill(self, address: str, finished: PrefillFinished) -> None:
-        self.note_cached(finished.cached)
+    def note_started(self, address: str, cached: CachedTokens) -> None:
+        """A prefill node is at work; what it says at its end may be lost."""
+        self.note_cached(cached)
         self.account.prefill_node = address
+
+    def note_prefill(self, address: str, finished: PrefillFinished) -> None:
+        self.note_started(address, finished.cached)
         self.account.prefill_s = finished.compute_s
         self.account.handoff_s = finished.handoff_s
         self.account.handoff_bytes = finished.handoff_bytes

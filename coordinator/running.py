@@ -13,7 +13,7 @@ from coordinator.lifetime import Edge
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.request import AcceptedRequest
 from kvrelay.errors import CancelledError, DeadlineError, KVRelayError
-from kvrelay.types import GenerateEvent, RequestAccepted, RequestFailed, TokensGenerated
+from kvrelay.inference import GenerateEvent, RequestAccepted, RequestFailed, TokensGenerated
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import grpc
 
 from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
+from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvrelay.rpc import convert, convert_inference
-from kvrelay.rpc.convert_inference import ClusterStatus, NodeReport
+from kvrelay.rpc import convert_cluster, convert_inference
 from kvrelay.types import InstanceId
 
 SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
@@ -53,7 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetModelReply:
-        model = convert.model_info_to_pb(self._door.model(request.model))
+        model = convert_cluster.model_info_to_pb(self._door.model(request.model))
         return inference_pb2.GetModelReply(model=model, default_max_tokens=self._default_max_tokens)
 
     async def Cancel(
@@ -79,11 +79,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         try:
             async for event in request_iterator:
                 if event.WhichOneof("event") == "joined" and member is None:
-                    member = self._cluster.join(convert.node_info_from_pb(event.joined))
+                    member = self._cluster.join(convert_cluster.node_info_from_pb(event.joined))
                     accepted = cluster_pb2.JoinAccepted(coordinator_instance_id=self._instance_id)
                     yield cluster_pb2.JoinEvent(accepted=accepted)
                 elif event.WhichOneof("event") == "status" and member is not None:
-                    self._cluster.update(member, convert.node_status_from_pb(event.status))
+                    self._cluster.update(member, convert_cluster.node_status_from_pb(event.status))
                 else:
                     raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus events")
         finally:
@@ -98,4 +98,4 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         num_queued = self._door.num_waiting
         num_running = self._door.num_open - num_queued
         ready = not self._door.why_not_ready()
-        return convert_inference.cluster_status_to_pb(ClusterStatus(tuple(reports), num_queued, num_running, ready))
+        return convert_cluster.cluster_status_to_pb(ClusterStatus(tuple(reports), num_queued, num_running, ready))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from kvrelay.errors import InvalidRequestError, UnknownModelError
+from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
+from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from kvrelay.tokenizer import Tokenizer
-from kvrelay.types import ChatMessage, ChatPrompt, Prompt, TextPrompt, check_token_id
+from kvrelay.types import check_token_id
 
 CHAT_ROLES = ("system", "user", "assistant")
 THREAD_CHARS = 8_192  # longer texts are tokenized in a thread: about 2 ms of the event loop's time
+MESSAGE_CHARS = 32  # about what a template writes around a message
+NUM_THREADS = 2  # more long texts than that wait: tokenizing must not take every core from what runs
+MAX_CHARS = 4 * 2**20  # of a text that is tokenized for no model: no model's prompt is that long
 
 
 class Text:
@@ -19,20 +24,30 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Texts that wait for a thread are given up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModelError."""
         if name and name != self.model_name:
             raise UnknownModelError(f"model {name!r} is not served here; {self.model_name!r} is")
 
-    async def prompt_ids(self, prompt: Prompt | None, vocab_size: int) -> tuple[int, ...]:
-        """Token ids of a prompt, at least one. Raises InvalidRequestError."""
+    async def prompt_ids(
+        self, prompt: Prompt | None, vocab_size: int, max_model_len: int | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt, at least one. Raises InvalidRequestError.
+
+        A text that cannot possibly fit into `max_model_len` tokens is a PromptTooLongError before it is tokenized.
+        """
         if prompt is None:
             raise InvalidRequestError("the request has no prompt; set one of text, token_ids or chat")
         if isinstance(prompt, TextPrompt):
-            token_ids = await self._encode(prompt.text)
+            token_ids = await self._encode(prompt.text, max_model_len)
         elif isinstance(prompt, ChatPrompt):
-            token_ids = await self._encode_chat(prompt.messages)
+            token_ids = await self._encode_chat(prompt.messages, max_model_len)
         else:
             token_ids = prompt.token_ids
             check_token_ids("token_ids", token_ids, vocab_size)
@@ -45,18 +60,32 @@ class Text:
         check_token_ids("token_ids", token_ids, vocab_size)
         return self.tokenizer.decode(token_ids)
 
-    async def _encode(self, text: str) -> Sequence[int]:
+    async def _encode(self, text: str, max_model_len: int | None) -> Sequence[int]:
         if not text:
             return ()
-        if len(text) <= THREAD_CHARS:
-            return self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_bos=self.tokenizer.add_bos)
+        self._check_length(text, max_model_len)
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos))
 
-    async def _encode_chat(self, messages: Sequence[ChatMessage]) -> Sequence[int]:
+    async def _encode_chat(self, messages: Sequence[ChatMessage], max_model_len: int | None) -> Sequence[int]:
         check_messages(messages)
-        if sum(len(message.content) for message in messages) <= THREAD_CHARS:
-            return self.tokenizer.encode_chat(messages)
-        return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+        num_chars = sum(MESSAGE_CHARS + len(message.content) for message in messages)
+        return await self._run(num_chars, lambda: self._encode_rendered(messages, max_model_len))
+
+    def _encode_rendered(self, messages: Sequence[ChatMessage], max_model_len: int | None) -> Sequence[int]:
+        text = self.tokenizer.render_chat(messages)
+        self._check_length(text, max_model_len)
+        return self.tokenizer.encode(text, add_bos=False)  # a template writes its own BOS
+
+    async def _run(self, num_chars: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
+        if num_chars <= THREAD_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+    def _check_length(self, text: str, max_model_len: int | None) -> None:
+        most = MAX_CHARS if max_model_len is None else max_model_len * self.tokenizer.max_chars_per_token
+        if len(text) > most:
+            whose = "a text to tokenize" if max_model_len is None else f"a prompt of {max_model_len} tokens"
+            raise PromptTooLongError(f"the text has {len(text)} characters; {whose} has {most} at most")
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import InvalidRequestError, PromptTooLongError
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.types import NodeRequest, check_token_id
+from kvrelay.messages import NodeRequest
+from kvrelay.types import check_token_id
 
 
 def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo) -> None:

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from decode_node.scheduler import Scheduler
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import KVRelayError, NotFoundError
+from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import ModelInfo
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, FinishReason, ReservationId
 
 
 class Runner(Protocol):
-    def run(self, batch: Batch) -> list[GeneratedToken | None]: ...
+    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]: ...
 
 
 class Cache(Protocol):
@@ -200,11 +194,12 @@ class DecodeCore:
         self._members[sequence] = _Member(reservation_id, self._clock(), num_cached_tokens)
 
     def _update(
-        self, row: ScheduledRow, token: GeneratedToken | None, filled: list[BlockHash]
+        self, row: ScheduledRow, token: GeneratedToken | BadLogitsError | None, filled: list[BlockHash]
     ) -> SequenceAdvanced | None:
         sequence = row.sequence
+        if isinstance(token, BadLogitsError):
+            return self._fail(sequence, token)
         sequence.num_computed_tokens += row.num_tokens
-        sequence.num_scheduled_tokens = 0
         filled.extend(self._register(sequence))
         if token is None:
             return None
@@ -217,6 +212,13 @@ class DecodeCore:
             return SequenceAdvanced(member.reservation_id, token)
         self._let_go(sequence)
         return SequenceAdvanced(member.reservation_id, token, member.finished(reason))
+
+    def _fail(self, sequence: Sequence, error: BadLogitsError) -> SequenceAdvanced:
+        """Ends one sequence of the batch; no later prompt shall find the KV that led to this."""
+        reservation_id = self._members[sequence].reservation_id
+        self._pool.disown(sequence.block_table)
+        self._let_go(sequence)
+        return SequenceAdvanced(reservation_id, error=error)
 
     def _register(self, sequence: Sequence) -> list[BlockHash]:
         """Names the blocks that became full; gives the hashes that were new to the pool."""

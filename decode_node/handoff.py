@@ -6,12 +6,13 @@ fingerprints, and every frame must carry the hash that its place in the chain ha
 
 from __future__ import annotations
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import CorruptBlockError, ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.kv.frame import Frame, FrameKind, verify
 from kvrelay.kv.hashing import ChecksumChain
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.types import HandoffBegin, HandoffEnd, InstanceId
+from kvrelay.messages import HandoffBegin, HandoffEnd
+from kvrelay.types import InstanceId
 
 
 def check_identity(begin: HandoffBegin, instance_id: InstanceId, info: ModelInfo) -> None:

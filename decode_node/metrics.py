@@ -5,40 +5,44 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_node.engine import StepDone
-from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from kvrelay.engine.metrics import HandoffMetrics
+from kvrelay.metrics import STEP_BUCKETS
 
 
 class DecodeMetrics:
     """One instance a process; every method is the event loop's."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._handoff_bytes = Counter(
-            "kvrelay_handoff_bytes", "Slab bytes of committed handoffs.", registry=registry
-        )  # prometheus_client appends _total
-        self._handoff_seconds = Histogram(
-            "kvrelay_handoff_seconds",
-            "From BEGIN to the commit of a handoff.",
-            buckets=LATENCY_BUCKETS,
+        self._handoffs = HandoffMetrics(registry)
+        self._blocks_received = Counter(
+            "kvrelay_handoff_blocks_received_total",
+            "Blocks proven and written, whether committed or not.",
             registry=registry,
         )
         self._handoffs_refused = Counter(
-            "kvrelay_handoffs_refused", "KV streams that were not committed.", ["code"], registry=registry
+            "kvrelay_handoffs_refused_total", "KV streams that were not committed.", ["code"], registry=registry
         )
-        self._leases_lapsed = Counter("kvrelay_leases_lapsed", "Reservations that nobody renewed.", registry=registry)
+        self._leases_lapsed = Counter(
+            "kvrelay_leases_lapsed_total", "Reservations that nobody renewed.", registry=registry
+        )
         self._generated = Counter(
-            "kvrelay_decode_tokens_generated", "Tokens drawn by this node's steps.", registry=registry
+            "kvrelay_decode_tokens_generated_total", "Tokens drawn by this node's steps.", registry=registry
         )
         self._computed = Counter(
-            "kvrelay_decode_tokens_computed", "Positions run through the model by this node's steps.", registry=registry
+            "kvrelay_decode_tokens_computed_total",
+            "Positions run through the model by this node's steps.",
+            registry=registry,
         )
         self._step_seconds = Histogram(
             "kvrelay_decode_step_seconds", "Duration of one engine step.", buckets=STEP_BUCKETS, registry=registry
         )
         self._batch_rows = Gauge("kvrelay_decode_batch_rows", "Sequences in the latest step.", registry=registry)
 
+    def block_received(self) -> None:
+        self._blocks_received.inc()
+
     def handed_over(self, num_bytes: int, seconds: float) -> None:
-        self._handoff_bytes.inc(num_bytes)
-        self._handoff_seconds.observe(seconds)
+        self._handoffs.committed(num_bytes, seconds)
 
     def handoff_refused(self, code: str) -> None:
         self._handoffs_refused.labels(code).inc()

@@ -19,22 +19,15 @@ from decode_node.engine import Cache, DecodeCore, EngineLoad, StepDone
 from decode_node.metrics import DecodeMetrics
 from decode_node.reservations import Entry, Phase, Reservations
 from decode_node.streams import TokenStream
+from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
 from kvrelay.kv.hashing import chain_root
-from kvrelay.kv.layout import ModelInfo
 from kvrelay.kv.pool import Reservation
-from kvrelay.types import (
-    BlockHash,
-    DecodeFinished,
-    GeneratedToken,
-    InstanceId,
-    NodeRequest,
-    NodeStatus,
-    ReservationGranted,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, InstanceId, ReservationId
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +191,15 @@ class DecodeNode:
             num_slots_free=max(0, self._max_requests - self._num_taken) if self.ready else 0,
             num_reservations=self.reservations.num_pending,
         )
+
+    def end_if_stuck(self) -> None:
+        """Fails every request once the engine is stuck, so that each is resumed elsewhere; for a watchdog to call.
+
+        Their blocks are given back when, and if, the engine comes to it.
+        """
+        if self._requests and self.engine.stuck(self.clock()):
+            logger.error("the engine is stuck; %d requests are given up", len(self._requests))
+            self._end_all(UnavailableError("the decode node's engine is stuck; resume on another"))
 
     @property
     def ready(self) -> bool:

@@ -14,8 +14,9 @@ from decode_node.handoff import HandoffChecker, check_identity
 from decode_node.node import DecodeNode
 from kvrelay.errors import CorruptBlockError
 from kvrelay.kv.frame import Frame, FrameKind, decode
-from kvrelay.rpc import convert
-from kvrelay.types import BlocksReceived, HandoffBegin, HandoffEnd, check_token_id
+from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd
+from kvrelay.rpc import convert_decode
+from kvrelay.types import check_token_id
 
 
 class Receiver:
@@ -43,6 +44,7 @@ class Receiver:
                         break
                     index = checker.accept(frame)
                     node.cache.write_slab(request.entry.block_ids[index], frame.payload)
+                    node.metrics.block_received()
                     yield BlocksReceived(checker.num_received, committed=False)
             end = self._end(frame, checker)
             # Shielded: the engine commits whether or not the sender stays to hear of it.
@@ -55,7 +57,7 @@ class Receiver:
     def _begin(self, frame: Frame) -> HandoffBegin:
         if frame.kind is not FrameKind.BEGIN:
             raise CorruptBlockError(f"a KV stream starts with BEGIN, not {frame.kind.name}")
-        begin = convert.handoff_begin_from_bytes(memoryview(frame.payload))
+        begin = convert_decode.handoff_begin_from_bytes(memoryview(frame.payload))
         check_identity(begin, self._node.instance_id, self._node.info)
         return begin
 
@@ -70,7 +72,7 @@ class Receiver:
                 yield frame
 
     def _end(self, frame: Frame, checker: HandoffChecker) -> HandoffEnd:
-        end = convert.handoff_end_from_bytes(memoryview(frame.payload))
+        end = convert_decode.handoff_end_from_bytes(memoryview(frame.payload))
         checker.finish(end)
         check_token_id("first_token_id", end.first_token.token_id, self._node.info.vocab_size)
         return end

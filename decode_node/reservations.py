@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import DuplicateRequestError, NotFoundError, StaleError
+from kvrelay.errors import AlreadyCommittedError, DuplicateRequestError, NotFoundError, StaleError
 from kvrelay.types import BlockId, ReservationId
 
 
@@ -49,8 +49,8 @@ class Reservations:
 
     @property
     def num_pending(self) -> int:
-        """Reservations whose KV is not committed."""
-        return sum(entry.phase is not Phase.COMMITTED for entry in self._entries.values())
+        """Reservations whose KV is not committed. Any thread may ask: the copy is one step of the interpreter's."""
+        return sum(entry.phase is not Phase.COMMITTED for entry in tuple(self._entries.values()))
 
     @property
     def ids(self) -> tuple[ReservationId, ...]:
@@ -93,10 +93,15 @@ class Reservations:
         return entry
 
     def begin_receive(self, reservation_id: ReservationId, attempt: int, now: float) -> Entry:
-        """A handoff begins; it supersedes an older attempt that is still under way. Raises StaleError."""
+        """A handoff begins; it supersedes an older attempt that is still under way.
+
+        Raises StaleError for an attempt that comes too late, AlreadyCommittedError for one that is not needed.
+        """
         entry = self._live(reservation_id)
         if entry.phase in (Phase.COMMITTING, Phase.COMMITTED):
-            raise StaleError(f"reservation {reservation_id} has its KV already; attempt {attempt} is not needed")
+            raise AlreadyCommittedError(
+                f"reservation {reservation_id} has its KV already; attempt {attempt} is not needed"
+            )
         if attempt <= entry.attempt:
             raise StaleError(f"attempt {attempt} of reservation {reservation_id} is over: {entry.attempt} has begun")
         entry.attempt = attempt

@@ -62,6 +62,5 @@ class Scheduler:
         for sequence in self._running:
             extra = min(sequence.num_uncomputed - 1, budget)
             budget -= extra
-            sequence.num_scheduled_tokens = 1 + extra
             rows.append(ScheduledRow(sequence, 1 + extra))
         return Batch(tuple(rows))

@@ -11,10 +11,11 @@ import grpc
 from decode_node.node import DecodeNode
 from decode_node.receiver import Receiver
 from kvrelay.errors import KVRelayError, NotFoundError, UnavailableError
+from kvrelay.messages import DecodeFinished
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_decode
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
-from kvrelay.types import DecodeFinished, ReservationId
+from kvrelay.types import ReservationId
 
 SERVICE_NAMES = ("kvrelay.pb.Decode",)
 
@@ -32,8 +33,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         server.add_generic_rpc_handlers((raw_methods(KV_TRANSFER, stream_stream={"Receive": self.receive}),))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveReply:
-        node_request, num_tokens = convert.reserve_request_from_pb(request)
-        return convert.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
+        node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
+        return convert_decode.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewReply:
         return decode_pb2.RenewReply(lease_s=self._loaded().renew(ReservationId(request.reservation_id)))
@@ -50,7 +51,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         with self._loaded().decoding(reservation_id, compute_tail=request.compute_tail) as stream:
             while True:
                 event = await stream.next()
-                yield convert.decode_event_to_pb(event)
+                yield convert_decode.decode_event_to_pb(event)
                 if isinstance(event, DecodeFinished):
                     return
 
@@ -60,7 +61,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             async with aclosing(Receiver(node).receive(messages)) as events:
                 async for event in events:
-                    yield convert.blocks_received_to_bytes(event)
+                    yield convert_decode.blocks_received_to_bytes(event)
         except KVRelayError as error:
             node.metrics.handoff_refused(error.code)
             raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kvrelay.errors import KVRelayError
-from kvrelay.types import DecodeFinished, GeneratedToken, TokensDecoded
+from kvrelay.messages import DecodeFinished, TokensDecoded
+from kvrelay.sampling import GeneratedToken
 
 
 class TokenStream:
@@ -28,11 +29,6 @@ class TokenStream:
 
     def fail(self, error: KVRelayError) -> None:
         self._close(error)
-
-    @property
-    def ended(self) -> bool:
-        """Finished or failed; tokens may still be unread."""
-        return self._end is not None
 
     async def next(self) -> TokensDecoded | DecodeFinished:
         """The tokens since the last call, then DecodeFinished; raises what the stream failed with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ class Command:
 
 COMMANDS = {
     "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
-    "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main_ask"),
-    "status": Command("show nodes, blocks and queues", "kvrelay.ask:main_status"),
+    "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
+    "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.main:main"),
     "prefill-node": Command("run a node that computes prompts", "prefill_node.main:main"),
@@ -51,6 +52,8 @@ One role at a time, each from flags, KVRELAY_... environment variables or a TOML
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0; 1 when it failed; 2 when it was asked wrongly. Errors are one line on stderr."""
+    # Before anything imports grpc, which reads it then: every peer that goes away is a line on stderr otherwise.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _outside_of_commands(arguments)

@@ -12,22 +12,14 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvrelay.cluster import ClusterStatus, ModelInfo
 from kvrelay.errors import UnavailableError
-from kvrelay.kv.layout import ModelInfo
+from kvrelay.inference import GenerateRequest, Prompt, RequestAccepted, RequestFailed, RequestFinished, TokensGenerated
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvrelay.rpc import convert, convert_inference
+from kvrelay.rpc import convert_cluster, convert_inference
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import open_channel
-from kvrelay.rpc.convert_inference import ClusterStatus
-from kvrelay.types import (
-    GenerateRequest,
-    Prompt,
-    RequestAccepted,
-    RequestFailed,
-    RequestFinished,
-    SamplingParams,
-    TokensGenerated,
-)
+from kvrelay.sampling import SamplingParams
 
 T = TypeVar("T")
 
@@ -91,7 +83,7 @@ class AsyncClient:
 
     async def get_model(self, model: str = "") -> ModelInfo:
         call = self._inference.GetModel(inference_pb2.GetModelRequest(model=model), timeout=self._timeout_s)
-        return await answer(call, lambda reply: convert.model_info_from_pb(reply.model))
+        return await answer(call, lambda reply: convert_cluster.model_info_from_pb(reply.model))
 
     async def cancel(self, request_id: str) -> None:
         """Raises NotFoundError when no such request runs."""
@@ -100,7 +92,7 @@ class AsyncClient:
 
     async def status(self) -> ClusterStatus:
         call = self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=self._timeout_s)
-        return await answer(call, convert_inference.cluster_status_from_pb)
+        return await answer(call, convert_cluster.cluster_status_from_pb)
 
 
 class Client:

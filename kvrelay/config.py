@@ -88,7 +88,9 @@ class NodeConfig(RoleConfig):
     block_tokens: int = option(16, "token positions of a block; the same on every node", minimum=1, maximum=1024)
     coordinator: str = option("", "coordinator to join; none: serve without a cluster", unit="host:port")
     kvstore: str = option("", "KV store to share prefixes through; none: only this node's own", unit="host:port")
-    watchdog_s: float = option(10.0, "longest step before the node calls itself stuck", unit="s", minimum=0.1)
+    watchdog_s: float = option(
+        10.0, "longest step before the node calls itself stuck and gives its requests up", unit="s", minimum=0.1
+    )
 
 
 def load(cls: type[T], role: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:

@@ -130,6 +130,12 @@ class StaleError(KVRelayError):
     retryable = True
 
 
+class AlreadyCommittedError(StaleError):
+    """The reservation has its KV: an earlier handoff got through, even if its sender never heard of it."""
+
+    code = "already_committed"
+
+
 class ForeignBlockError(KVRelayError):
     """KV of another model or layout."""
 
@@ -145,6 +151,12 @@ class CorruptBlockError(KVRelayError):
     status = Status.DATA_LOSS
     http_status = 502
     retryable = True
+
+
+class BadLogitsError(KVRelayError):
+    """The model gave NaN or infinity for a sequence; its KV is in doubt, and no other sequence's."""
+
+    code = "bad_logits"
 
 
 class ModelFileError(KVRelayError):

@@ -1,4 +1,4 @@
-"""What every role's Prometheus metrics share: registry, buckets, the HTTP endpoint, the gauge of KV blocks.
+"""What every role's Prometheus metrics share: registry, buckets, the HTTP endpoint.
 
 Each role declares its own in `<role>/metrics.py`, in a class that takes the registry.
 """
@@ -6,25 +6,24 @@ Each role declares its own in `<role>/metrics.py`, in a class that takes the reg
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, start_http_server
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, start_http_server
 
 from kvrelay.errors import ConfigError
-from kvrelay.types import BlockCounts
 
-# Upper bounds in seconds: of whole requests and first tokens, of single steps and tokens; and in tokens and bytes.
+# Upper bounds in seconds: of whole requests and first tokens, of single steps and tokens.
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
-TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-BYTES_BUCKETS = tuple(float(4**exponent) for exponent in range(8, 18))  # 64 KiB to 16 GiB
 
 
 def new_registry(role: str = "", instance_id: str = "", version: str = "") -> CollectorRegistry:
-    """A registry of the process's own: its memory, CPU time and open files, and who it is."""
+    """A registry of the process's own: its memory, CPU time and open files, and who it is.
+
+    From then on no metric of the process has a `_created` series: they double what is scraped and tell nothing that
+    the start of the process does not.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # upstream
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     info = Info("kvrelay_build", "Which process this is.", registry=registry)
@@ -55,18 +54,3 @@ def serve(registry: CollectorRegistry, host: str, port: int) -> MetricsServer:
             f"metrics port {port} on {host} cannot be opened ({error.strerror}); choose another with --metrics-port"
         ) from error
     return MetricsServer(server, thread)
-
-
-class BlockGauge(Collector):
-    """kvrelay_kv_blocks{state}: read when scraped, from the scraper's thread, so `counts` returns a snapshot."""
-
-    def __init__(self, registry: CollectorRegistry, counts: Callable[[], BlockCounts]) -> None:
-        self._counts = counts
-        registry.register(self)
-
-    def collect(self) -> Iterable[Metric]:
-        counts = self._counts()
-        family = GaugeMetricFamily("kvrelay_kv_blocks", "Blocks of the node's KV pool by state.", labels=["state"])
-        for state in ("free", "reserved", "held", "cached"):
-            family.add_metric([state], getattr(counts, state))
-        yield family

@@ -21,6 +21,8 @@ from kvrelay.chat_template import ChatMessage, ChatTemplate
 from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.gguf_metadata import read_header
 
+NFC_SHRINKS = 3  # canonical composition leaves at least a third of a text: three Hangul letters become one syllable
+
 _CONTROL = 3  # tokenizer.ggml.token_type of tokens that carry no text
 _USER_DEFINED = 4  # of tokens taken whole from the text, but shown
 
@@ -34,7 +36,8 @@ class Tokenizer:
     """A model's vocabulary, its special tokens and its chat template.
 
     `vocab_size` counts the tokenizer's ids; a model may have more rows than that, whose ids have no text.
-    `add_bos` says whether the model expects `bos_token_id` before a plain text.
+    `add_bos` says whether the model expects `bos_token_id` before a plain text. `max_chars_per_token` bounds what one
+    token can stand for in a text: one of n characters has at least n / max_chars_per_token tokens.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._bytes = _bytes_by_id(raw, text_of)
         self.vocab_size = len(self._bytes)
+        self.max_chars_per_token = _max_chars_per_token(raw, self._bytes)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
@@ -64,7 +68,8 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
-        token_ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+        # Of the library's ways to encode this one lets other threads run meanwhile, and it notes no offsets.
+        token_ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if add_bos and self.bos_token_id is not None:
             return [self.bos_token_id, *token_ids]
         return token_ids
@@ -109,6 +114,14 @@ def _bytes_by_id(raw: RawTokenizer, text_of: Callable[[str], bytes]) -> list[byt
         elif not added[token_id].special:
             texts[token_id] = token.encode("utf-8")
     return texts
+
+
+def _max_chars_per_token(raw: RawTokenizer, texts: Iterable[bytes]) -> int:
+    """In bytes, to be safe. A special token is written out in a text, though it adds none."""
+    longest = max((len(text) for text in texts), default=1)
+    written_out = (len(added.content.encode("utf-8")) for added in raw.get_added_tokens_decoder().values())
+    longest = max(longest, *written_out, 1)
+    return longest if raw.normalizer is None else longest * NFC_SHRINKS
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvrelay.kv.layout import NodeInfo
+from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.membership import Membership
-from kvrelay.types import InstanceId, NodeStatus, Role
+from kvrelay.types import InstanceId, Role
 from kvstore.config import KVStoreConfig
 from kvstore.directory import current_boot_id
 from kvstore.disk import DiskTier

@@ -14,7 +14,7 @@ from kvrelay.kv import frame
 from kvrelay.kv.frame import Frame, FrameKind
 from kvrelay.kv.hashing import HASH_BYTES, ChecksumChain
 from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
-from kvrelay.rpc import convert, raw
+from kvrelay.rpc import convert_kvstore, convert_types, raw
 from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
 from kvrelay.types import BlockHash
 from kvstore.block import StoredBlock, namespace_key
@@ -41,7 +41,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     async def Match(self, request: kvstore_pb2.MatchRequest, context: Context) -> kvstore_pb2.MatchReply:
         keys = _keys(request.namespace, request.block_hashes)
         tiers = self._store.match(keys) if request.each else self._store.match_prefix(keys)
-        return kvstore_pb2.MatchReply(tiers=[convert.tier_to_pb(tier) for tier in tiers])
+        return kvstore_pb2.MatchReply(tiers=[convert_kvstore.tier_to_pb(tier) for tier in tiers])
 
     async def Stats(self, request: kvstore_pb2.StatsRequest, context: Context) -> kvstore_pb2.StatsReply:
         stats = self._store.stats()
@@ -55,7 +55,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
 
     async def get(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         """Frames of the blocks asked for, in order; the stream ends before the first that is not proven."""
-        wire = convert.parse(kvstore_pb2.GetRequest, request)
+        wire = convert_types.parse(kvstore_pb2.GetRequest, request)
         index = 0
         async with aclosing(self._store.get(_keys(wire.namespace, wire.block_hashes))) as found:
             async for block, tier in found:
@@ -108,7 +108,7 @@ class _Received:
         self._outcomes[outcome] += 1
 
     def check_end(self, found: Frame) -> None:
-        end = convert.parse(decode_pb2.HandoffEnd, bytes(found.payload))
+        end = convert_types.parse(decode_pb2.HandoffEnd, bytes(found.payload))
         if end.num_blocks != len(self.keys) or end.checksum != self._chain.digest():
             raise CorruptBlockError(
                 f"Put: END tells of {end.num_blocks} blocks, or of others than the {len(self.keys)} here"
@@ -126,7 +126,7 @@ def _begin(found: Frame) -> bytes:
     """The namespace that a Put's first frame names."""
     if found.kind is not FrameKind.BEGIN:
         raise InvalidRequestError(f"Put: the first frame is {found.kind.name}; it must be BEGIN")
-    namespace = convert.parse(kvstore_pb2.PutBegin, bytes(found.payload)).namespace
+    namespace = convert_types.parse(kvstore_pb2.PutBegin, bytes(found.payload)).namespace
     return namespace_key(namespace.model_fingerprint, namespace.layout_fingerprint)
 
 

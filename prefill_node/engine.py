@@ -14,16 +14,17 @@ from typing import Protocol
 
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import KVRelayError, NeverFitsError, OverloadedError
+from kvrelay.errors import BadLogitsError, KVRelayError, NeverFitsError, OverloadedError
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.types import BlockCounts, BlockHash, BlockId, GeneratedToken, ReservationId
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, BlockId, ReservationId
 from prefill_node.scheduler import JobId, PrefillScheduler
 
 
 class Runner(Protocol):
     """`kvrelay.engine.runner.ModelRunner`; tests run without a model."""
 
-    def run(self, batch: Batch) -> Seq[GeneratedToken | None]: ...
+    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,6 @@ class PrefillOutput:
     num_running: int  # jobs that hold blocks
     num_waiting: int
     num_slots_free: int
-    num_evictions: int
 
 
 @dataclass(slots=True)
@@ -139,7 +139,6 @@ class PrefillCore:
             num_running=sum(job.admitted for job in self._jobs.values()),
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
-            num_evictions=self.pool.num_evictions,
         )
 
     # EngineCore
@@ -180,12 +179,18 @@ class PrefillCore:
             for job_id, num_tokens in self.scheduler.schedule()
         ]
 
-    def _update(self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[GeneratedToken | None]) -> None:
+    def _update(
+        self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[GeneratedToken | BadLogitsError | None]
+    ) -> None:
         for (job_id, row), token in zip(rows, tokens, strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
-            self._register(row.sequence)
             self.scheduler.advance(job_id, row.num_tokens)
-            self._events.append(Computed(job_id, row.sequence.num_computed_tokens, token))
+            if isinstance(token, BadLogitsError):
+                self.pool.disown(row.sequence.block_table)  # no later prompt shall find the KV that led to this
+                self._events.append(Failed(job_id, token))
+            else:
+                self._register(row.sequence)
+                self._events.append(Computed(job_id, row.sequence.num_computed_tokens, token))
 
     def _admit(self) -> None:
         """Admits from the head of the queue while slots and blocks last; called whenever either may have come free."""

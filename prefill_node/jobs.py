@@ -9,25 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError
 from kvrelay.kv.hashing import Buffer, chain_root
-from kvrelay.kv.layout import ModelInfo
+from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.rpc import raw
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    CachedTokens,
-    HandoffTarget,
-    NodeRequest,
-    NodeStatus,
-    PrefillFinished,
-    PrefillStarted,
-    Tier,
-    check_token_id,
-)
+from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, Tier, check_token_id
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
@@ -82,7 +71,7 @@ class PrefillJobs:
         self._draining = False
         self._no_jobs = asyncio.Event()
         self._no_jobs.set()
-        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0, 0)
+        self._output = PrefillOutput((), BlockCounts(), 0, 0, 0)
 
     def take(self, output: PrefillOutput) -> None:
         """What the engine's steps tell."""
@@ -91,7 +80,6 @@ class PrefillJobs:
             if progress is not None:
                 progress.take(event, self._clock())
         self._output = output
-        self._metrics.stepped(output)
         self._on_status()
 
     def status(self, *, ready: bool) -> NodeStatus:
@@ -116,6 +104,12 @@ class PrefillJobs:
         for progress in self._jobs.values():
             progress.fail(UnavailableError(message))
 
+    def fail_if_stuck(self) -> None:
+        """The same while the engine is stuck; for a watchdog to call. Its blocks come back when the engine does."""
+        if self._jobs and self._engine.stuck(self._clock()):
+            logger.error("the engine is stuck; %d prompts are given up", len(self._jobs))
+            self.fail_all("this prefill node's engine is stuck; use another node")
+
     async def run(
         self, request: NodeRequest, target: HandoffTarget | None
     ) -> AsyncGenerator[PrefillStarted | PrefillFinished, None]:
@@ -125,7 +119,7 @@ class PrefillJobs:
         sequence = Sequence.create(request, root, self._model.layout.block_tokens)
         job_id, progress = self._open_job()
         try:
-            await self._engine.call(lambda core: core.submit(job_id, sequence))
+            await progress.outcome(self._engine.submit(lambda core: core.submit(job_id, sequence)))
             await progress.admitted()
             started = self._clock()
             cached = await self._load(job_id, sequence, progress)
@@ -174,12 +168,14 @@ class PrefillJobs:
         cached: CachedTokens,
         started: float,
     ) -> PrefillFinished:
-        report = await self._hand_off(sequence, target, progress) if target else HandoffReport(0.0, 0)
-        token = await progress.finished()
-        compute_s = progress.finished_at - started
-        self._metrics.computed(sequence.num_tokens - cached.total, compute_s)
-        self._offer(sequence.block_hashes)
-        return PrefillFinished(token, cached, compute_s, report.handoff_s, report.num_bytes)
+        try:
+            report = await self._hand_off(sequence, target, progress) if target else HandoffReport(0.0, 0)
+            token = await progress.finished()
+        finally:
+            if progress.first_token is not None:  # also when the handoff failed: the blocks are here for the next
+                self._metrics.computed(sequence.num_tokens - cached.total, progress.finished_at - started)
+                self._offer(sequence.block_hashes)
+        return PrefillFinished(token, cached, progress.finished_at - started, report.handoff_s, report.num_bytes)
 
     async def _hand_off(self, sequence: Sequence, target: HandoffTarget, progress: Progress) -> HandoffReport:
         async with self._links.use(target.address) as channel:
@@ -197,6 +193,8 @@ class PrefillJobs:
         """Raises InvalidRequestError or UnavailableError; what a coordinator of this release never causes."""
         if self._draining:
             raise UnavailableError("this prefill node is draining; use another one")
+        if self._engine.stuck(self._clock()):
+            raise UnavailableError("this prefill node's engine is stuck; use another one")
         model, num_tokens = self._model, len(request.token_ids)
         if num_tokens > model.max_model_len:
             raise PromptTooLongError(f"{num_tokens} tokens are more than the model's {model.max_model_len}")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvrelay.errors import KVRelayError
-from kvrelay.types import BlockId, GeneratedToken
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent
+
+T = TypeVar("T")
 
 
 class Progress:
@@ -53,6 +57,15 @@ class Progress:
             if ready():
                 return
             await self._changed.wait()
+
+    async def outcome(self, future: asyncio.Future[T]) -> T:
+        """The future's; raises the job's error as soon as there is one, whether or not the future is ever done."""
+        future.add_done_callback(lambda _: self.notify())
+        try:
+            await self.wait_until(future.done)
+            return future.result()
+        finally:
+            future.cancel()
 
     async def admitted(self) -> None:
         await self.wait_until(lambda: bool(self.block_ids))

@@ -15,15 +15,17 @@ from typing import TypeAlias
 
 import grpc
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import CancelledError, KVRelayError, UnavailableError
 from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, encode, tail_frame
 from kvrelay.kv.hashing import ChecksumChain
-from kvrelay.kv.layout import ModelInfo
-from kvrelay.rpc import convert
+from kvrelay.messages import HandoffBegin, HandoffEnd, HandoffTarget
+from kvrelay.rpc import convert_decode
 from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import cancelling
-from kvrelay.types import BlockId, GeneratedToken, HandoffBegin, HandoffEnd, HandoffTarget
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockId
 from prefill_node.progress import Progress
 
 WINDOW = 2  # blocks on the way; a third gains no throughput and costs latency to everyone on the connection
@@ -87,7 +89,7 @@ class HandoffSender:
         return HandoffReport(self._clock() - started, self._num_bytes)
 
     async def _write_frames(self, reader: asyncio.Task[None]) -> None:
-        await self._write(reader, control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(self._begin())))
+        await self._write(reader, control_frame(FrameKind.BEGIN, convert_decode.handoff_begin_to_bytes(self._begin())))
         # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves
         # before BEGIN was answered: refusals come there, and are heard.
         await self._wait_for_peer(reader, lambda: self._accepted)
@@ -103,7 +105,7 @@ class HandoffSender:
         assert self._progress.first_token is not None
         end = self._end(self._progress.first_token)
         self._end_written = True
-        await self._write(reader, control_frame(FrameKind.END, convert.handoff_end_to_bytes(end)))
+        await self._write(reader, control_frame(FrameKind.END, convert_decode.handoff_end_to_bytes(end)))
 
     # Frames
 
@@ -130,7 +132,8 @@ class HandoffSender:
         slab = self._read_slab(self._progress.block_ids[index])
         if index < len(self._hashes):
             return block_frame(index, self._hashes[index], slab)
-        return tail_frame(index, self._num_tokens - index * self._model.layout.block_tokens, slab)
+        num_tail_tokens = self._num_tokens - index * self._model.layout.block_tokens
+        return tail_frame(index, num_tail_tokens, self._model.layout.without_rest(slab, num_tail_tokens))
 
     def _end(self, first_token: GeneratedToken) -> HandoffEnd:
         return HandoffEnd(self._num_sent, self._chain.digest(), first_token)
@@ -170,7 +173,7 @@ class HandoffSender:
     async def _read_events(self) -> None:
         """Returns after the commit; raises whatever else ends the call."""
         try:
-            async for event in Replies(self._call, convert.blocks_received_from_bytes):
+            async for event in Replies(self._call, convert_decode.blocks_received_from_bytes):
                 self._accepted = True
                 self._num_received = event.num_blocks
                 self._committed = event.committed and self._end_written

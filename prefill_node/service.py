@@ -10,8 +10,10 @@ import grpc
 
 from kvrelay.errors import UnavailableError
 from kvrelay.pb import prefill_pb2, prefill_pb2_grpc
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_prefill
 from prefill_node.jobs import PrefillJobs
+
+SERVICE_NAMES = ("kvrelay.pb.Prefill",)
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -28,7 +30,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         if self.jobs is None:
             raise UnavailableError("this prefill node is still loading its model")
-        node_request, target = convert.prefill_request_from_pb(request)
+        node_request, target = convert_prefill.prefill_request_from_pb(request)
         async with aclosing(self.jobs.run(node_request, target)) as events:
             async for event in events:
-                yield convert.prefill_event_to_pb(event)
+                yield convert_prefill.prefill_event_to_pb(event)

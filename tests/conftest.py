@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.demo import demo_model_path
+
+# As `kvrelay.cli` does; test modules import grpc after this one, and child processes inherit it.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+settings.register_profile("kvrelay", deadline=None)  # a busy machine is slow; pytest's timeout bounds what hangs
+settings.load_profile("kvrelay")
 
 
 @pytest.fixture(scope="session")

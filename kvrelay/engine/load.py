@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.runner import ModelRunner
 from kvrelay.errors import ConfigError
 from kvrelay.kv.cache import PagedKVCache
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
 from kvrelay.model.attention import choose_backend
 from kvrelay.model.config import ModelConfig
@@ -30,7 +31,6 @@ class LoadedEngine:
     """Everything but a scheduler. Belongs to the engine thread; `info` is anyone's."""
 
     info: ModelInfo
-    config: ModelConfig
     runner: ModelRunner
     cache: PagedKVCache
     pool: BlockPool
@@ -71,7 +71,7 @@ def load_engine(
         *(info.name, dtype, loaded_s, time.monotonic() - started),
         *(num_blocks, layout.block_tokens, num_blocks * layout.slab_bytes / MIB),
     )
-    return LoadedEngine(info=info, config=config, runner=runner, cache=cache, pool=BlockPool(num_blocks))
+    return LoadedEngine(info=info, runner=runner, cache=cache, pool=BlockPool(num_blocks))
 
 
 def _device(wanted: str) -> str:

@@ -6,11 +6,14 @@ import torch
 
 from kvrelay.engine.batch import Batch, ScheduledRow, StepArrays, build
 from kvrelay.engine.sequence import Sequence
+from kvrelay.errors import BadLogitsError
 from kvrelay.kv.cache import PagedKVCache
+from kvrelay.messages import NodeRequest
 from kvrelay.model.decoder import Decoder
 from kvrelay.model.sampler import Sampler, SamplingRow
 from kvrelay.model.step import StepInput
-from kvrelay.types import BlockHash, BlockId, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockHash, BlockId, RequestId
 
 
 class ModelRunner:
@@ -33,8 +36,11 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._device = device
 
-    def run(self, batch: Batch) -> list[GeneratedToken | None]:
-        """Writes the rows' KV; gives each row's drawn token, or None for a row that does not reach its last token."""
+    def run(self, batch: Batch) -> list[GeneratedToken | BadLogitsError | None]:
+        """Writes the rows' KV; gives each row's drawn token, or None for a row that does not reach its last token.
+
+        A row whose logits are NaN or infinite has its error there; the others are as right as ever.
+        """
         with torch.inference_mode():
             step = self._step_input(build(batch, self._block_tokens))
             logits_NV = self._decoder.step(step, self._cache)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.kv.hashing import block_hash, block_hashes
-from kvrelay.types import BlockHash, BlockId, FinishReason, NodeRequest
+from kvrelay.messages import NodeRequest
+from kvrelay.types import BlockHash, BlockId, FinishReason
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +25,6 @@ class Sequence:
     block_table: list[BlockId]
     block_hashes: list[BlockHash]  # one for each full block of token_ids
     num_computed_tokens: int = 0
-    num_scheduled_tokens: int = 0  # tokens of the step that runs now; for schedulers
     num_registered_blocks: int = 0  # leading blocks whose hash the pool has been told
 
     @classmethod

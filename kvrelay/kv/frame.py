@@ -65,7 +65,8 @@ def block_frame(
 
 
 def tail_frame(index: int, num_tokens: int, slab: Buffer) -> Frame:
-    """A partial block; the whole slab travels, positions from `num_tokens` on mean nothing."""
+    """A partial block; the whole slab travels. Its positions from `num_tokens` on mean nothing, and must be zeros
+    (`KVLayout.without_rest`): what lies there in a node's memory may be another tenant's."""
     return Frame(FrameKind.TAIL, index, num_tokens, NO_HASH, slab_checksum(slab), slab)
 
 

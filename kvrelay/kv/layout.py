@@ -1,12 +1,11 @@
-"""How KV lies in memory and on the wire, and what a node says of itself."""
+"""How KV lies in memory and on the wire."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.kv.hashing import hash_fields
-from kvrelay.types import InstanceId, Role
+from kvrelay.kv.hashing import Buffer, hash_fields
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AXES = "layer,kv,token,head,dim"
@@ -63,28 +62,11 @@ class KVLayout:
         """Blocks that hold `num_tokens` positions, the last one perhaps in part."""
         return -(-num_tokens // self.block_tokens)
 
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a node serves. `fingerprint` is a content hash of weights, config and tokenizer, in hex."""
-
-    name: str
-    fingerprint: str
-    architecture: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    layout: KVLayout
-    dtype: str
-    attention_backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """How a process introduces itself to the coordinator; `model` is set by prefill and decode nodes."""
-
-    role: Role
-    instance_id: InstanceId
-    address: str
-    model: ModelInfo | None
-    protocol_version: int = 1
+    def without_rest(self, slab: Buffer, num_tokens: int) -> bytearray:
+        """A copy of a slab with zeros from position `num_tokens` on, where an earlier owner's KV may still lie."""
+        row_bytes = self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]  # K or V of one token in one layer
+        cleared, zeros = bytearray(slab), bytes(row_bytes * (self.block_tokens - num_tokens))
+        for start in range(0, self.slab_bytes, row_bytes * self.block_tokens):
+            end = start + row_bytes * self.block_tokens
+            cleared[end - len(zeros) : end] = zeros
+        return cleared

@@ -94,14 +94,6 @@ class BlockPool:
         self._free.extend(reversed(reservation.fresh_ids))
         self.release(reservation.pinned_ids)
 
-    def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Fresh blocks, held once. All or nothing: raises as `reserve` does."""
-        self._check_room(num_blocks, ())
-        block_ids = [self._take() for _ in range(num_blocks)]
-        for block_id in block_ids:
-            self._ref_counts[block_id] = 1
-        return block_ids
-
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """Holds once more what is held or cached."""
         for block_id in block_ids:
@@ -138,6 +130,17 @@ class BlockPool:
             return False
         self._hashes[block_id] = block_hash
         return True
+
+    def disown(self, block_ids: Iterable[BlockId]) -> None:
+        """Forgets the names of blocks whose contents are in doubt: none is found again, whoever holds it now."""
+        for block_id in block_ids:
+            block_hash = self._hashes.pop(block_id, None)
+            if block_hash is None:
+                continue
+            del self._index[block_hash]
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._free.append(block_id)
 
     def counts(self) -> BlockCounts:
         return BlockCounts(

@@ -5,14 +5,15 @@ What the decoder cannot compute is refused here, by name, before any weight is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvrelay.errors import ModelFileError
 from kvrelay.kv.layout import KVLayout
 
-HF_ARCHITECTURES = ("LlamaForCausalLM",)
+# What config.json calls an architecture, and our name for it, which is GGUF's.
+HF_ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 GGUF_ARCHITECTURES = ("llama",)
 
 
@@ -29,7 +30,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    architecture: str
+    architecture: str  # of GGUF_ARCHITECTURES, whatever the files are
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -132,7 +133,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     num_heads, hidden_size = key("num_attention_heads"), key("hidden_size")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return ModelConfig(
-        architecture=architecture,
+        architecture=HF_ARCHITECTURES[architecture],
         num_layers=key("num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -185,5 +186,5 @@ def _hf_eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) 
     return tuple(dict.fromkeys(ids))
 
 
-def _names(names: tuple[str, ...]) -> str:
+def _names(names: Iterable[str]) -> str:
     return ", ".join(names)

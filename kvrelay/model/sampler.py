@@ -17,21 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrelay.errors import KVRelayError
-from kvrelay.types import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
+from kvrelay.errors import BadLogitsError, KVRelayError
+from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 
 # Below this a draw is greedy: dividing by it would leave the likeliest token alone anyway (vLLM draws the same line).
 MIN_TEMPERATURE = 1e-5
 # A nucleus is looked for among so many likeliest tokens before all are sorted, which takes six times as long.
 NUCLEUS_SIZE = 1024
-
-
-class BadLogitsError(KVRelayError):
-    """The model gave NaN or infinity for some rows; `rows` are their indices in the batch."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        super().__init__(f"the model gave NaN or infinite logits for rows {list(rows)} of the batch")
-        self.rows = tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +39,27 @@ class SamplingRow:
 
 class Sampler:
     @torch.inference_mode()
-    def sample(self, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[GeneratedToken]:
-        """One token a row; logits are float32 and stay as they are. Raises BadLogitsError for NaN or infinity."""
+    def sample(self, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[GeneratedToken | BadLogitsError]:
+        """One token a row, or the error of a row whose logits are NaN or infinite: its neighbours have no part in that.
+
+        Logits are float32 and stay as they are.
+        """
         if not rows:
             return []
         largest_N, likeliest_N = logits_NV.max(-1)  # NaN wins a max, so this finds it for free
-        finite = largest_N.isfinite().tolist()
-        if not all(finite):
-            raise BadLogitsError([row for row, is_finite in enumerate(finite) if not is_finite])
-        greedy_ids = likeliest_N.tolist()
+        finite, greedy_ids = largest_N.isfinite().tolist(), likeliest_N.tolist()
         return [
-            GeneratedToken(greedy_ids[index]) if _plainly_greedy(row) else _sample_row(logits_NV[index], row)
+            _token(logits_NV[index], row, greedy_ids[index]) if finite[index] else _bad_logits(row)
             for index, row in enumerate(rows)
         ]
+
+
+def _token(logits_V: Tensor, row: SamplingRow, greedy_id: int) -> GeneratedToken:
+    return GeneratedToken(greedy_id) if _plainly_greedy(row) else _sample_row(logits_V, row)
+
+
+def _bad_logits(row: SamplingRow) -> BadLogitsError:
+    return BadLogitsError(f"the model gave NaN or infinite logits for the token at position {row.position}")
 
 
 def _plainly_greedy(row: SamplingRow) -> bool:

@@ -21,7 +21,7 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.pb import types_pb2
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_errors
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 ERROR_KEY = "kvrelay-error-bin"  # trailing metadata: an Error message
@@ -89,7 +89,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY and isinstance(value, bytes):
             try:
-                return convert.error_from_pb(types_pb2.Error.FromString(value))
+                return convert_errors.error_from_pb(types_pb2.Error.FromString(value))
             except DecodeError:
                 break
     details = error.details() or error.code().name

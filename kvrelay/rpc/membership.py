@@ -10,13 +10,12 @@ from typing import Any
 
 import grpc
 
+from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.errors import KVRelayError
-from kvrelay.kv.layout import NodeInfo
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_cluster
 from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import open_channel
-from kvrelay.types import NodeStatus
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +105,10 @@ class Membership:
     async def _report(self, call: _JoinCall) -> None:
         # A write on a call that is over raises any of these; the reader learns the reason.
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            await call.write(cluster_pb2.NodeEvent(joined=convert.node_info_to_pb(self._info)))
+            await call.write(cluster_pb2.NodeEvent(joined=convert_cluster.node_info_to_pb(self._info)))
             while not call.done():
                 self._changed.clear()
-                await call.write(cluster_pb2.NodeEvent(status=convert.node_status_to_pb(self._status())))
+                await call.write(cluster_pb2.NodeEvent(status=convert_cluster.node_status_to_pb(self._status())))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await self._changed.wait()

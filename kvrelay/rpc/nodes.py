@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import grpc
 
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from kvrelay.rpc import convert
-from kvrelay.rpc.calls import Replies, answer
-from kvrelay.types import (
+from kvrelay.messages import (
     DecodeFinished,
     HandoffTarget,
     NodeRequest,
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    ReservationId,
     TokensDecoded,
 )
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.calls import Replies, answer
+from kvrelay.types import ReservationId
 
 CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease
 
@@ -29,8 +29,8 @@ class PrefillClient:
         self, request: NodeRequest, target: HandoffTarget | None, *, timeout_s: float | None = None
     ) -> Replies[PrefillStarted | PrefillFinished]:
         """Use as `async with client.prefill(...) as events:`; leaving it cancels the prefill and its KV stream."""
-        call = self._stub.Prefill(convert.prefill_request_to_pb(request, target), timeout=timeout_s)
-        return Replies(call, convert.prefill_event_from_pb)
+        call = self._stub.Prefill(convert_prefill.prefill_request_to_pb(request, target), timeout=timeout_s)
+        return Replies(call, convert_prefill.prefill_event_from_pb)
 
 
 class DecodeClient:
@@ -39,8 +39,8 @@ class DecodeClient:
 
     async def reserve(self, request: NodeRequest, num_tokens: int, timeout_s: float) -> ReservationGranted:
         """Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
-        call = self._stub.Reserve(convert.reserve_request_to_pb(request, num_tokens), timeout=timeout_s)
-        return await answer(call, convert.reservation_granted_from_pb)
+        call = self._stub.Reserve(convert_decode.reserve_request_to_pb(request, num_tokens), timeout=timeout_s)
+        return await answer(call, convert_decode.reservation_granted_from_pb)
 
     async def renew(self, reservation_id: ReservationId, timeout_s: float = CONTROL_TIMEOUT_S) -> float:
         """Seconds until it lapses. Raises NotFoundError when it already has."""
@@ -57,4 +57,4 @@ class DecodeClient:
     ) -> Replies[TokensDecoded | DecodeFinished]:
         """Use as `async with client.decode(...) as events:`; leaving it frees everything the request holds."""
         wire = decode_pb2.DecodeRequest(reservation_id=reservation_id, compute_tail=compute_tail)
-        return Replies(self._stub.Decode(wire, timeout=timeout_s), convert.decode_event_from_pb)
+        return Replies(self._stub.Decode(wire, timeout=timeout_s), convert_decode.decode_event_from_pb)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
-from kvrelay.rpc import convert, health
+from kvrelay.rpc import convert_errors, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def make_server(*, on_error: OnError | None = None, max_message_bytes: int = MAX
 async def abort(context: Context, error: KVRelayError) -> Never:
     """Ends the call with the error's status, and the whole error in the trailing metadata."""
     message = _cut(error.message)
-    wire = convert.error_to_pb(error, message=message).SerializeToString()
+    wire = convert_errors.error_to_pb(error, message=message).SerializeToString()
     await context.abort(grpc.StatusCode[error.status.name], message, ((ERROR_KEY, wire),))
     raise AssertionError("abort returned")
 

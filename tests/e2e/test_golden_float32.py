@@ -53,9 +53,9 @@ async def ask_all(client: AsyncClient, concurrency: int) -> list[Answer]:
 
 def check(answers: list[Answer]) -> None:
     for case, answer in zip(CASES, answers, strict=True):
-        assert answer.token_ids == list(case.output_ids), case.name
-        assert answer.end.usage.prompt_tokens == len(case.prompt_ids), case.name
-        assert answer.end.usage.completion_tokens == len(case.output_ids), case.name
+        assert answer.token_ids == case.output_ids, case.name
+        assert answer.finished.usage.prompt_tokens == len(case.prompt_ids), case.name
+        assert answer.finished.usage.completion_tokens == len(case.output_ids), case.name
 
 
 def full_blocks(prompt_ids: tuple[int, ...]) -> int:
@@ -87,8 +87,8 @@ async def test_cold_one_after_another(client: AsyncClient) -> None:
     seen: set[tuple[int, ...]] = set()
     for case, answer in zip(CASES, answers, strict=True):
         if not any(case.prompt_ids[:16] == earlier[:16] for earlier in seen):
-            assert answer.end.usage.cached == CachedTokens(), case.name
-            assert answer.end.handoff_bytes == -(-len(case.prompt_ids) // 16) * SLAB_BYTES, case.name
+            assert answer.finished.usage.cached == CachedTokens(), case.name
+            assert answer.finished.handoff_bytes == -(-len(case.prompt_ids) // 16) * SLAB_BYTES, case.name
         seen.add(case.prompt_ids)
 
 
@@ -96,8 +96,8 @@ async def test_prefix_on_the_devices(client: AsyncClient) -> None:
     answers = await ask_all(client, concurrency=1)
     check(answers)
     for case, answer in zip(CASES, answers, strict=True):
-        assert answer.end.usage.cached == CachedTokens(device=full_blocks(case.prompt_ids)), case.name
-        assert answer.end.handoff_bytes == SLAB_BYTES, case.name  # the last block alone
+        assert answer.finished.usage.cached == CachedTokens(device=full_blocks(case.prompt_ids)), case.name
+        assert answer.finished.handoff_bytes == SLAB_BYTES, case.name  # the last block alone
 
 
 async def test_eight_at_once(client: AsyncClient) -> None:
@@ -111,10 +111,10 @@ async def test_prefix_in_the_stores_memory_after_both_nodes_restarted(cluster: C
     answers = await ask_all(client, concurrency=1)
     check(answers)
     for case, answer in zip(CASES, answers, strict=True):
-        cached = answer.end.usage.cached
+        cached = answer.finished.usage.cached
         assert cached.total == full_blocks(case.prompt_ids), case.name
         assert cached.disk == 0, case.name
-    assert sum(answer.end.usage.cached.memory for answer in answers) >= 1500
+    assert sum(answer.finished.usage.cached.memory for answer in answers) >= 1500
 
 
 async def test_prefix_on_disk_after_the_store_restarted_too(cluster: Cluster, client: AsyncClient) -> None:
@@ -124,5 +124,5 @@ async def test_prefix_on_disk_after_the_store_restarted_too(cluster: Cluster, cl
     answers = await ask_all(client, concurrency=4)
     check(answers)
     for case, answer in zip(CASES, answers, strict=True):
-        assert answer.end.usage.cached.total == full_blocks(case.prompt_ids), case.name
-    assert sum(answer.end.usage.cached.disk for answer in answers) >= 1500
+        assert answer.finished.usage.cached.total == full_blocks(case.prompt_ids), case.name
+    assert sum(answer.finished.usage.cached.disk for answer in answers) >= 1500

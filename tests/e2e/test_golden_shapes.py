@@ -31,7 +31,7 @@ async def test_float32_whatever_the_prefill_chunks(demo_model: Path, tmp_path: P
     cases = golden.load(golden.FLOAT32)
     with running(Cluster(demo_model, tmp_path, prefill_args=chunks, with_store=False)) as cluster:
         for case, answer in zip(cases, await ask_all(cluster, cases), strict=True):
-            assert answer.token_ids == list(case.output_ids), case.name
+            assert answer.token_ids == case.output_ids, case.name
 
 
 async def test_bfloat16_up_to_near_ties(demo_model: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ async def test_bfloat16_up_to_near_ties(demo_model: Path, tmp_path: Path) -> Non
     num_compared = 0
     for case, answer in zip(cases, answers, strict=True):
         num_certain = case.num_certain(BFLOAT16_NEAR_TIE)
-        assert answer.token_ids[:num_certain] == list(case.output_ids[:num_certain]), case.name
+        assert answer.token_ids[:num_certain] == case.output_ids[:num_certain], case.name
         num_compared += num_certain
     assert num_compared >= 100
 
@@ -54,7 +54,7 @@ async def test_a_cached_prompt_needs_no_prefill_node(demo_model: Path, tmp_path:
                 prompt_ids = (*case.prompt_ids, *case.output_ids[:32])
                 cold = await ask(client, prompt_ids)
                 warm = await ask(client, prompt_ids)
-            assert cold.token_ids[:32] == warm.token_ids[:32] == list(case.output_ids[32:]), case.name
-            assert cold.end.prefill_node == cluster.prefill[0].address
-            assert (warm.end.prefill_node, warm.end.handoff_bytes) == ("", 0)
-            assert warm.end.usage.cached.device == (len(prompt_ids) - 1) // 16 * 16
+            assert cold.token_ids[:32] == warm.token_ids[:32] == case.output_ids[32:], case.name
+            assert cold.finished.prefill_node == cluster.prefill[0].address
+            assert (warm.finished.prefill_node, warm.finished.handoff_bytes) == ("", 0)
+            assert warm.finished.usage.cached.device == (len(prompt_ids) - 1) // 16 * 16

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.types import NodeStatus, Role
+from kvrelay.cluster import NodeStatus
+from kvrelay.types import Role
 from tests.support import golden
 from tests.support.answers import ask, wait_until_quiet
 from tests.support.cluster import Cluster, RoleProcess, running
@@ -45,8 +46,8 @@ async def test_prefill_node_killed_in_the_middle_of_a_handoff(demo_model: Path, 
             assert not asking.done()
             victim.kill()
             answer = await asking
-            assert answer.token_ids == list(LONG.output_ids)
-            assert answer.end.retries == 1
-            assert answer.end.prefill_node != victim.address
-            assert answer.end.usage.prompt_tokens == len(LONG.prompt_ids)
+            assert answer.token_ids == LONG.output_ids
+            assert answer.finished.retries == 1
+            assert answer.finished.prefill_node != victim.address
+            assert answer.finished.usage.prompt_tokens == len(LONG.prompt_ids)
             await wait_until_quiet(client, num_nodes=2)

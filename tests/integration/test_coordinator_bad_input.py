@@ -56,6 +56,16 @@ ROWS = [
     row("unknown role", "role 'tool'; allowed are system, user, assistant", top=chat(("user", "a"), ("tool", "b"))),
     row("empty role", "message 0 has the role ''", top=chat(("", "a"))),
     row("prompt longer than the model", "has 1024 tokens; bytes takes 1024", TOO_LONG, top={"text": "x" * 1024}),
+    row(
+        "text that cannot fit",
+        "has 13313 characters; a prompt of 1024 tokens has 13312 at most",
+        TOO_LONG,
+        top={"text": "x" * 13_313},
+    ),
+    row("long text", "has 13312 tokens; bytes takes 1024", TOO_LONG, top={"text": "x" * 13_312}),
+    row(
+        "chat that cannot fit", "a prompt of 1024 tokens has 13312 at most", TOO_LONG, top=chat(("user", "x" * 13_313))
+    ),
     row("prompt and answer too long", "together 1025", TOO_LONG, top={"text": "x" * 900}, max_tokens=125),
     row("answer alone too long", "max_tokens is 4294967295", TOO_LONG, max_tokens=2**32 - 1),
     row("never fits decode", "need 33 KV blocks", NEVER_FITS, top={"text": "x" * 500}, max_tokens=13),
@@ -126,6 +136,12 @@ async def test_bytes_that_are_no_request(payload: bytes) -> None:
     [
         ("Tokenize", inference_pb2.TokenizeRequest(), INVALID, "no prompt"),
         ("Tokenize", inference_pb2.TokenizeRequest(model="other", text="x"), UNKNOWN_MODEL, "'other'"),
+        (
+            "Tokenize",
+            inference_pb2.TokenizeRequest(text="x" * 4_194_305),
+            TOO_LONG,
+            "a text to tokenize has 4194304 at",
+        ),
         ("Detokenize", inference_pb2.DetokenizeRequest(token_ids=[259]), INVALID, "holds 259"),
         ("GetModel", inference_pb2.GetModelRequest(model="other"), UNKNOWN_MODEL, "'other'"),
         ("Cancel", inference_pb2.CancelRequest(), (grpc.StatusCode.NOT_FOUND, "not_found"), "''"),

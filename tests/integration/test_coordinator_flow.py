@@ -1,32 +1,14 @@
-"""A coordinator with fake nodes over real gRPC: what a client sees when all goes well, and when something does not."""
+"""A coordinator with fake nodes over real gRPC: what a client sees when all goes well."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvrelay.client import Client
-from kvrelay.errors import (
-    CancelledError,
-    DeadlineError,
-    DuplicateRequestError,
-    KVRelayError,
-    NotFoundError,
-    OverloadedError,
-    UnavailableError,
-)
-from kvrelay.types import (
-    CachedTokens,
-    FinishReason,
-    RequestAccepted,
-    SamplingParams,
-    TextPrompt,
-    TokenPrompt,
-    TokensGenerated,
-    Usage,
-)
+from kvrelay.inference import RequestAccepted, TokenPrompt, TokensGenerated, Usage
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import CachedTokens, FinishReason
 from tests.support.coordinator_ends import ends, greedy, long_prompt
 from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
 
@@ -124,354 +106,50 @@ async def test_max_tokens_cut_the_answer() -> None:
         assert outcome.finished.reason is FinishReason.LENGTH
 
 
-# When nodes fail
-
-
-async def test_prefill_node_fails_before_it_starts() -> None:
-    async with ends(num_prefill=2) as cluster:
-        cluster.prefill[0].at["start"].failures = [UnavailableError("out of order")]
-        outcome = await cluster.ask()
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.retries == 1
-        assert outcome.finished.prefill_node == cluster.prefill[1].address
-        [first], [second] = cluster.prefill[0].targets, cluster.prefill[1].targets
-        assert first is not None
-        assert second == replace(first, attempt=2)
-        assert cluster.metric("kvrelay_retries_total", kind="prefill") == 1
-
-
-async def test_prefill_node_dies_during_the_handoff() -> None:
-    async with ends(num_prefill=2) as cluster:
-        cluster.prefill[0].at["compute"].hold()
-        cluster.prefill[0].cached = CachedTokens(device=80)
-        cluster.prefill[1].cached = CachedTokens(memory=48)
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.prefill[0].until_reached("compute")
-        await cluster.prefill[0].kill()
-        outcome = await asked
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.retries == 1
-        assert outcome.finished.usage.cached == CachedTokens(memory=48)  # the failed attempt's does not count
-        assert len(cluster.decode[0].requests) == 1  # the reservation outlived the prefill node
-
-
-async def test_prefill_node_dies_between_commit_and_its_report() -> None:
-    async with ends() as cluster:
-        cluster.prefill[0].at["committed"].hold()
-        cluster.decode[0].at["finish"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.decode[0].until_reached("finish")
-        await cluster.prefill[0].kill()
-        cluster.decode[0].at["finish"].let_go()
-        outcome = await asked
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.retries == 0
-
-
-async def test_two_failed_prefills_cast_doubt_on_the_decode_node() -> None:
-    async with ends(num_prefill=2, num_decode=2) as cluster:
-        for node in cluster.prefill:
-            node.at["compute"].failures = [UnavailableError("decode node unreachable")]
-        outcome = await cluster.ask()
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.retries == 2
-        assert [len(node.requests) for node in cluster.decode] == [1, 1]
-
-
-async def test_decode_node_dies_before_the_first_token() -> None:
-    async with ends(num_decode=2) as cluster:
-        cluster.prefill[0].at["compute"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.prefill[0].until_reached("compute")
-        await cluster.decode[0].kill()
-        cluster.prefill[0].at["compute"].let_go()
-        outcome = await asked
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.decode_node == cluster.decode[1].address
-
-
-async def test_decode_node_dies_in_the_middle_of_the_answer() -> None:
-    async with ends(num_decode=2) as cluster:
-        cluster.prefill[0].cached = CachedTokens(device=64)
-        first, second = cluster.decode
-        asked = asyncio.create_task(cluster.ask(sampling=greedy(stop=("question was.",))))
-        await first.until_reached("token", 10)
-        first.at["token"].hold()
-        cluster.prefill[0].cached = CachedTokens(device=112)
-        await first.kill()
-        outcome = await asked
-        assert outcome.text == "The answer is 42, whatever the "
-        assert outcome.token_ids == ANSWER_IDS[:44]
-        assert outcome.finished.decode_node == second.address
-        assert outcome.finished.retries == 1
-        assert outcome.finished.usage == Usage(100, 44, CachedTokens(device=64))
-        resumed = second.requests[0]
-        output = resumed.token_ids[100:]
-        assert resumed.num_prompt_tokens == 100
-        assert len(output) > 0
-        assert output == ANSWER_IDS[: len(output)]
-        assert cluster.metric("kvrelay_generation_tokens_total") == 44
-        assert cluster.metric("kvrelay_prompt_tokens_total") == 100
-        assert cluster.metric("kvrelay_cached_prompt_tokens_total", tier="device") == 64
-        assert cluster.metric("kvrelay_retries_total", kind="decode") == 1
-
-
-async def test_decode_node_dies_after_the_last_token() -> None:
-    async with ends() as cluster:
-        cluster.decode[0].at["finish"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.decode[0].until_reached("finish")
-        await cluster.decode[0].kill()
-        outcome = await asked
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.retries == 0
-
-
-async def test_node_that_falls_silent_is_lost_although_its_calls_are_open() -> None:
-    async with ends(num_decode=2, member_timeout_s=0.5) as cluster:
-        first, second = cluster.decode
-        first.at["token"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await first.until_reached("token")
-        await first.fall_silent()
-        outcome = await asked
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.decode_node == second.address
-
-
-async def test_retries_end() -> None:
-    async with ends(num_decode=1, max_retries=2) as cluster:
-        cluster.decode[0].at["decode"].failures = [UnavailableError("no") for _ in range(10)]
-        with pytest.raises(UnavailableError, match="no"):
-            await cluster.ask()
-        assert cluster.decode[0].reached["decode"] == 3
-
-
-async def test_fault_that_no_retry_helps_is_not_retried() -> None:
-    async with ends(num_decode=2) as cluster:
-        cluster.decode[0].at["token"].failures = [KVRelayError("logits are NaN")]
-        with pytest.raises(KVRelayError, match="NaN"):
-            await cluster.ask()
-        assert cluster.decode[1].requests == []
-
-
-async def test_last_decode_node_gone_fails_the_request_in_bounded_time() -> None:
-    async with ends(member_timeout_s=0.3) as cluster:
-        cluster.decode[0].at["token"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.decode[0].until_reached("token")
-        await cluster.decode[0].stop()
-        with pytest.raises(UnavailableError):
-            await asked
-
-
-# When there is no room
-
-
-async def test_waits_for_room_and_goes_in_order() -> None:
-    async with ends(blocks=10) as cluster:  # one request of 9 blocks at a time
-        node = cluster.decode[0]
-        node.at["token"].hold()
-        asked = [asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40), request_id="first"))]
-        await node.until_reached("token")
-        for name in ("second", "third"):
-            asked.append(asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40), request_id=name)))
-            await cluster.until_queued(len(asked) - 1)
-        node.at["token"].let_go()
-        outcomes = await asyncio.gather(*asked)
-        assert [outcome.token_ids for outcome in outcomes] == [ANSWER_IDS[:40]] * 3
-        assert [request.request_id.partition("#")[0] for request in node.requests] == ["first", "second", "third"]
-        assert node.max_reserved == 9
-        assert outcomes[2].finished.timing.queue_s > outcomes[0].finished.timing.queue_s
-
-
-@pytest.mark.parametrize("failure", [UnavailableError("failed to connect"), OverloadedError("full, for a moment")])
-async def test_reserve_that_failed_once_is_tried_again_though_no_status_ever_changes(failure: KVRelayError) -> None:
-    async with ends() as ours:
-        ours.decode[0].at["reserve"].failures = [failure]
-        assert (await ours.ask()).token_ids == ANSWER_IDS
-
-
-async def test_waits_for_a_prefill_slot_without_reserving() -> None:
-    async with ends() as cluster:
-        cluster.prefill[0].num_slots_free = 0
-        cluster.prefill[0].tell()
-        await cluster.until_status(lambda status: status.nodes[0].status.num_slots_free == 0)
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.until_queued(1)
-        assert cluster.decode[0].reached["reserve"] == 0
-        cluster.prefill[0].num_slots_free = 1
-        cluster.prefill[0].tell()
-        assert (await asked).token_ids == ANSWER_IDS
-
-
-async def test_prefill_node_that_became_busy_sends_the_request_back_to_the_queue() -> None:
-    async with ends() as cluster:
-        cluster.prefill[0].at["start"].failures = [OverloadedError("all slots are taken")]
-        outcome = await cluster.ask()
-        assert outcome.token_ids == ANSWER_IDS
-        assert outcome.finished.retries == 0
-        assert len(cluster.decode[0].requests) == 2
-
-
-async def test_full_queue_turns_requests_away_with_advice() -> None:
-    async with ends(blocks=10, max_queue=1) as cluster:
-        cluster.decode[0].at["token"].hold()
-        asked = [asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40)))]
-        await cluster.decode[0].until_reached("token")
-        asked.append(asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40))))
-        await cluster.until_queued(1)
-        with pytest.raises(OverloadedError, match="wait already") as refused:
-            await cluster.ask(sampling=greedy(max_tokens=40))
-        assert refused.value.retry_after_s >= 1.0
-        assert refused.value.retryable
-        cluster.decode[0].at["token"].let_go()
-        await asyncio.gather(*asked)
-
-
-async def test_wait_for_room_is_bounded() -> None:
-    async with ends(blocks=10, max_queue_wait_s=0.3) as cluster:
-        cluster.decode[0].at["token"].hold()
-        asked = asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40)))
-        await cluster.decode[0].until_reached("token")
-        with pytest.raises(OverloadedError, match=r"within 0\.3 s") as refused:
-            await cluster.ask(sampling=greedy(max_tokens=40))
-        assert refused.value.retry_after_s >= 1.0
-        cluster.decode[0].at["token"].let_go()
-        await asked
-
-
-# When someone ends it
-
-
-@pytest.mark.parametrize("how", ["call", "rpc"])
+@pytest.mark.parametrize("max_tokens", [1, 100])
 @pytest.mark.parametrize(
-    ("kind", "stage"),
+    ("sampling", "stop_string"),
+    [({"stop_token_ids": ANSWER_IDS[:1]}, ""), ({"stop": ("T",)}, "T"), ({"stop": ("x", "T"), "min_tokens": 1}, "T")],
+    ids=["stop token", "stop string", "min_tokens reached"],
+)
+async def test_first_token_may_end_the_answer(max_tokens: int, sampling: dict[str, Any], stop_string: str) -> None:
+    """Computed by the prefill node alone, or handed over with the KV."""
+    async with ends() as cluster:
+        cluster.prefill[0].cached = CachedTokens(device=48)
+        outcome = await cluster.ask(sampling=greedy(max_tokens=max_tokens, **sampling))
+        assert (outcome.token_ids, outcome.text) == (ANSWER_IDS[:1], "")
+        assert (outcome.finished.reason, outcome.finished.stop_string) == (FinishReason.STOP, stop_string)
+        assert outcome.finished.usage == Usage(100, 1, CachedTokens(device=48))
+        assert outcome.finished.retries == 0
+        assert len(cluster.decode[0].requests) == (0 if max_tokens == 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text", "num_tokens", "reason"),
     [
-        ("decode", "reserve"),
-        ("decode", "granted"),
-        ("prefill", "start"),
-        ("prefill", "compute"),
-        ("decode", "token"),
-        ("decode", "finish"),
+        ({"max_tokens": 1, "stop": ("The",)}, "T", 1, FinishReason.LENGTH),  # held back as a start of it, until the end
+        ({"min_tokens": 2, "stop": ("T",)}, ANSWER_TEXT, 45, FinishReason.STOP),
+        ({"min_tokens": 2, "stop": ("Th",)}, ANSWER_TEXT, 45, FinishReason.STOP),  # it began too early
+        ({"min_tokens": 2, "stop": ("h",)}, "T", 2, FinishReason.STOP),
+        ({"min_tokens": 3, "stop": ("h",)}, "The answer is 42, w", 20, FinishReason.STOP),
+        ({"min_tokens": 3, "max_tokens": 3, "stop": ("The",)}, "The", 3, FinishReason.LENGTH),
     ],
 )
-async def test_cancel_frees_everything(kind: str, stage: str, how: str) -> None:
+async def test_min_tokens_with_stop_strings(
+    sampling: dict[str, Any], text: str, num_tokens: int, reason: FinishReason
+) -> None:
+    """A stop string counts once the answer has min_tokens tokens, and only where it lies in text from then on."""
     async with ends() as cluster:
-        node = cluster.prefill[0] if kind == "prefill" else cluster.decode[0]
-        node.at[stage].hold()
-        asked = asyncio.create_task(cluster.ask(request_id="doomed"))
-        await node.until_reached(stage)
-        if how == "call":
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-        else:
-            await cluster.client.cancel("doomed")
-            with pytest.raises(CancelledError, match="cancelled"):
-                await asked
-        node.at[stage].let_go()
-        await cluster.check_idle()
-        assert cluster.metric("kvrelay_request_edges_total", edge="cancelled") == 1
+        outcome = await cluster.ask(sampling=greedy(**sampling))
+        assert (outcome.text, outcome.token_ids) == (text, ANSWER_IDS[:num_tokens])
+        assert outcome.finished.reason is reason
+        assert outcome.finished.usage.completion_tokens == num_tokens
 
 
-@pytest.mark.parametrize("how", ["call", "rpc"])
-async def test_cancel_while_queued(how: str) -> None:
-    async with ends(blocks=10) as cluster:
-        cluster.decode[0].at["token"].hold()
-        running = asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40)))
-        await cluster.decode[0].until_reached("token")
-        waiting = asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40), request_id="doomed"))
-        await cluster.until_queued(1)
-        if how == "call":
-            waiting.cancel()
-        else:
-            await cluster.client.cancel("doomed")
-        with pytest.raises((asyncio.CancelledError, CancelledError)):
-            await waiting
-        await cluster.until_queued(0)
-        cluster.decode[0].at["token"].let_go()
-        assert (await running).token_ids == ANSWER_IDS[:40]
-        assert len(cluster.decode[0].requests) == 1
-
-
-async def test_cancel_of_a_request_that_does_not_run() -> None:
+@pytest.mark.parametrize("max_tokens", [1, 3])
+async def test_every_token_has_its_logprobs_the_first_included(max_tokens: int) -> None:
     async with ends() as cluster:
-        with pytest.raises(NotFoundError, match="'nobody'"):
-            await cluster.client.cancel("nobody")
-
-
-async def test_duplicate_request_id() -> None:
-    async with ends() as cluster:
-        cluster.decode[0].at["token"].hold()
-        asked = asyncio.create_task(cluster.ask(request_id="twin"))
-        await cluster.decode[0].until_reached("token")
-        with pytest.raises(DuplicateRequestError, match="'twin'"):
-            await cluster.ask(request_id="twin")
-        cluster.decode[0].at["token"].let_go()
-        await asked
-        assert (await cluster.ask(request_id="twin")).token_ids == ANSWER_IDS  # free again
-
-
-async def test_client_deadline() -> None:
-    async with ends() as cluster:
-        cluster.decode[0].at["token"].hold()
-        with pytest.raises(DeadlineError):
-            await cluster.ask(timeout_s=0.3)
-        await cluster.check_idle()
-
-
-async def test_longest_life_of_a_request() -> None:
-    async with ends(request_timeout_s=0.3) as cluster:
-        cluster.decode[0].at["token"].hold()
-        with pytest.raises(DeadlineError, match=r"longer than 0\.3 s"):
-            await cluster.ask()
-
-
-async def test_drain_lets_running_requests_finish_and_takes_no_more() -> None:
-    async with ends() as cluster:
-        cluster.decode[0].at["token"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.decode[0].until_reached("token")
-        draining = asyncio.create_task(cluster.app.drain(10.0))
-        await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match="draining"):
-            await cluster.ask()
-        cluster.decode[0].at["token"].let_go()
-        assert (await asked).token_ids == ANSWER_IDS
-        await draining
-
-
-async def test_drain_ends_what_outlives_the_grace_period() -> None:
-    async with ends() as cluster:
-        cluster.decode[0].at["token"].hold()
-        asked = asyncio.create_task(cluster.ask())
-        await cluster.decode[0].until_reached("token")
-        await cluster.app.drain(0.1)
-        with pytest.raises(UnavailableError, match="shutting down"):
-            await asked
-
-
-async def test_sixteen_at_once() -> None:
-    async with ends(num_prefill=2, num_decode=2, blocks=40) as cluster:
-        outcomes = await asyncio.gather(*(cluster.ask() for _ in range(16)))
-        assert {outcome.token_ids for outcome in outcomes} == {ANSWER_IDS}
-        assert all(node.requests for node in cluster.nodes)
-        assert cluster.metric("kvrelay_request_success_total", reason="stop") == 16
-
-
-async def test_blocking_client() -> None:
-    def use(address: str) -> tuple[str, bool, str]:
-        with Client(address) as client:
-            text = "".join(
-                event.text for event in client.generate(long_prompt(), greedy()) if isinstance(event, TokensGenerated)
-            )
-            for event in client.generate(long_prompt(), greedy()):
-                if isinstance(event, TokensGenerated):
-                    break
-            ids = client.tokenize(TextPrompt("hello"))
-            return text, client.status().ready, client.detokenize(ids)
-
-    async with ends() as cluster:
-        assert await asyncio.to_thread(use, cluster.address) == (ANSWER_TEXT, True, "hello")
-        assert (await cluster.client.get_model()).name == "bytes"
+        events = cluster.client.generate(long_prompt(), greedy(max_tokens=max_tokens, logprobs=2))
+        tokens = [token async for event in events if isinstance(event, TokensGenerated) for token in event.tokens]
+        assert [token.logprobs.chosen.logprob for token in tokens if token.logprobs] == [-1.0, -2.0, -3.0][:max_tokens]
+        assert [len(token.logprobs.top) for token in tokens if token.logprobs] == [2] * max_tokens

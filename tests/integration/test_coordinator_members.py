@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from kvrelay.kv.layout import NodeInfo
+from kvrelay.cluster import NodeInfo
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, types_pb2
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_cluster
 from kvrelay.types import InstanceId, Role
 from tests.support.coordinator_ends import ends
 from tests.support.fake_nodes import ANSWER_IDS, MODEL, FakeDecodeNode, other_model
@@ -17,7 +17,7 @@ from tests.support.fake_nodes import ANSWER_IDS, MODEL, FakeDecodeNode, other_mo
 
 def joined(**changes: object) -> cluster_pb2.NodeEvent:
     info = NodeInfo(Role.DECODE_NODE, InstanceId("stranger"), "127.0.0.1:9", other_model(**changes))
-    return cluster_pb2.NodeEvent(joined=convert.node_info_to_pb(info))
+    return cluster_pb2.NodeEvent(joined=convert_cluster.node_info_to_pb(info))
 
 
 async def refusal(address: str, *events: cluster_pb2.NodeEvent) -> tuple[grpc.StatusCode, types_pb2.Error]:

@@ -7,21 +7,19 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from kvrelay.errors import CorruptBlockError, ForeignBlockError, InvalidRequestError, KVRelayError, StaleError
-from kvrelay.kv.frame import Frame, FrameKind, control_frame, encode
-from kvrelay.rpc.nodes import DecodeClient
-from kvrelay.types import (
-    BlockHash,
-    BlocksReceived,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    InstanceId,
-    NodeRequest,
-    ReservationGranted,
-    ReservationId,
-    TokensDecoded,
+from kvrelay.errors import (
+    AlreadyCommittedError,
+    CorruptBlockError,
+    ForeignBlockError,
+    InvalidRequestError,
+    KVRelayError,
+    StaleError,
 )
+from kvrelay.kv.frame import Frame, FrameKind, control_frame, encode
+from kvrelay.messages import BlocksReceived, DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
+from kvrelay.rpc.nodes import DecodeClient
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, FinishReason, InstanceId, ReservationId
 from tests.support.decode_harness import (
     Handoff,
     Harness,
@@ -310,3 +308,23 @@ async def test_after_a_broken_stream_the_node_may_compute_the_prompt_itself() ->
         events = harness.client.decode(granted.reservation_id, compute_tail=True)
         token_ids = [t.token_id async for e in events if isinstance(e, TokensDecoded) for t in e.tokens]
         assert token_ids == [20, 21, 22, 23]
+
+
+async def test_a_commit_stands_when_its_answer_is_lost() -> None:
+    """The sender's call ends between END and the answer: the tokens come, and another attempt hears that it is done."""
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        *frames, end = handoff(harness, granted).messages()
+        call = harness.open_handoff()
+        for frame in frames:
+            await send(call, frame)
+        await call.write(end)
+        while harness.node.reservations.num_pending:  # the server runs in this very loop
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(AlreadyCommittedError, match="attempt 1 is not needed"):
+            await hand_over(harness, handoff(harness, granted, attempt=1).messages()[:1])
+        assert await read_answer(harness.client, granted.reservation_id) == (
+            [20, 21, 22, 23],
+            DecodeFinished(FinishReason.LENGTH),
+        )

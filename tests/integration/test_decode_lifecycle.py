@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from kvrelay.errors import (
+    BadLogitsError,
     CancelledError,
     DeadlineError,
     DuplicateRequestError,
@@ -18,17 +19,12 @@ from kvrelay.errors import (
     PromptTooLongError,
     UnavailableError,
 )
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.calls import Replies
-from kvrelay.types import (
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    NodeRequest,
-    ReservationGranted,
-    TokensDecoded,
-)
-from tests.support.decode_harness import Handoff, Harness, ManualClock, decode_node, hand_over, send
+from kvrelay.types import CachedTokens, FinishReason
+from tests.support.decode_harness import Handoff, Harness, decode_node, hand_over, send
 from tests.support.fake_engine import FakeRunner, make_request
+from tests.support.manual_clock import ManualClock
 
 PROMPT = tuple(range(10, 20))
 REQUEST = make_request(PROMPT, max_tokens=20)
@@ -402,3 +398,41 @@ async def test_cancelling_on_the_client_raises_there() -> None:
         events.cancel()
         with pytest.raises(CancelledError):
             await reading
+
+
+async def test_a_stuck_engine_gives_every_request_up_and_frees_it_when_it_moves_again() -> None:
+    clock = ManualClock()
+    async with decode_node(clock=clock) as harness:
+        assert isinstance(harness.runner, FakeRunner)
+        gate = Gate(harness.runner, after=2)
+        granted = await reserve(harness)
+        answer = asyncio.create_task(read_all(harness.client.decode(granted.reservation_id, compute_tail=True)))
+        await gate.reached()
+        clock.now += 9.5
+        harness.node.end_if_stuck()
+        assert harness.node.status().num_slots_free == 7
+        clock.now += 1.0
+        harness.node.end_if_stuck()
+        with pytest.raises(UnavailableError, match="engine is stuck; resume on another"):
+            await asyncio.wait_for(answer, 10)
+        with pytest.raises(UnavailableError, match="engine is stuck; reserve on another"):
+            await reserve(harness)
+        gate.open()
+
+
+async def test_bad_logits_end_one_answer_of_a_batch_with_their_code() -> None:
+    async with decode_node() as harness:
+        runner = harness.runner
+        assert isinstance(runner, FakeRunner)
+        runner.bad_after = {45}
+        answers = []
+        for first in (10, 30):
+            request = make_request(tuple(range(first, first + 10)), max_tokens=20)
+            granted = await reserve(harness, request)
+            events = harness.client.decode(granted.reservation_id, compute_tail=True, timeout_s=10.0)
+            answers.append(asyncio.create_task(read_all(events)))
+        token_ids, finished = await answers[0]
+        assert (token_ids, finished.reason) == (list(range(20, 40)), FinishReason.LENGTH)
+        with pytest.raises(BadLogitsError) as failed:
+            await answers[1]
+        assert (failed.value.code, failed.value.retryable) == ("bad_logits", False)

@@ -16,22 +16,14 @@ from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import ConfigError, ModelFileError, UnavailableError
 from kvrelay.kv.hashing import chain_root
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.rpc.raw import KV_TRANSFER, stream_stream
 from kvrelay.rpc.server import bind, make_server
-from kvrelay.types import (
-    BlockId,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    InstanceId,
-    NodeRequest,
-    RequestId,
-    ReservationGranted,
-    SamplingParams,
-)
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockId, FinishReason, InstanceId, RequestId
 from tests.support.decode_harness import Handoff, send
 from tests.support.tiny_model import make_tiny_model
 
@@ -76,7 +68,7 @@ class Prefiller:
         count = sequence.num_uncomputed
         (token,) = self.engine.runner.run(Batch((ScheduledRow(sequence, count),)))
         sequence.num_computed_tokens += count
-        assert token is not None
+        assert isinstance(token, GeneratedToken)
         return token
 
 

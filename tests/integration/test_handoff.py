@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,22 +17,20 @@ from decode_node.main import DecodeApp
 from kvrelay.errors import StaleError
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.rpc import convert, raw
-from kvrelay.rpc.channel import cancelling, open_channel
-from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import (
+from kvrelay.messages import (
     DecodeFinished,
-    FinishReason,
     HandoffBegin,
     HandoffTarget,
-    InstanceId,
     NodeRequest,
     PrefillFinished,
-    RequestId,
     ReservationGranted,
-    SamplingParams,
     TokensDecoded,
 )
+from kvrelay.rpc import convert_decode, raw
+from kvrelay.rpc.channel import cancelling, open_channel
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import FinishReason, InstanceId, RequestId
 from prefill_node.config import PrefillConfig
 from prefill_node.main import PrefillApp
 from tests.support.hosting import hosted
@@ -92,6 +90,11 @@ class Pair:
                 token_ids.extend(token.token_id for token in event.tokens)
         raise AssertionError("the stream ended without DecodeFinished")
 
+    async def generated(self, granted: ReservationGranted, *, compute_tail: bool = False) -> list[GeneratedToken]:
+        async with self.decode.decode(granted.reservation_id, compute_tail, timeout_s=TIMEOUT_S) as events:
+            decoded = [event.tokens async for event in events if isinstance(event, TokensDecoded)]
+        return [token for tokens in decoded for token in tokens]
+
     async def answer(self, request: NodeRequest) -> tuple[list[int], PrefillFinished, ReservationGranted]:
         """As a coordinator would: reserve, then read the tokens while the prompt is computed."""
         granted = await self.reserve(request)
@@ -121,9 +124,8 @@ async def pair(model: Path, **prefill_settings: object) -> AsyncIterator[Pair]:
         clients = PrefillClient(prefill_channel), DecodeClient(decode_channel)
         yield Pair(prefill_app, decode_app, *clients, decode_address)
     for app in (prefill_app, decode_app):
-        assert app._loaded is not None
-        app._loaded.pool.check()
-        counts = app._loaded.pool.counts()
+        app.host.loaded.pool.check()
+        counts = app.host.loaded.pool.counts()
         assert (counts.held, counts.reserved) == (0, 0)
 
 
@@ -194,21 +196,21 @@ async def test_a_handoff_is_repeated_after_its_stream_was_cut(model: Path, refer
 
 
 async def send_one_block_and_break_off(nodes: Pair, request: NodeRequest, granted: ReservationGranted) -> None:
-    info = nodes.prefill_app.info
+    info = nodes.prefill_app.host.loaded.info
     begin = HandoffBegin(
         granted.reservation_id, granted.instance_id, 1, info.fingerprint, info.layout.fingerprint, 0, 7
     )
     root = chain_root(info.fingerprint, info.layout.fingerprint, b"")
     first_hash = block_hashes(root, request.token_ids, 16)[0]
     frames = (
-        control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(begin)),
+        control_frame(FrameKind.BEGIN, convert_decode.handoff_begin_to_bytes(begin)),
         block_frame(0, first_hash, b"\x3f" * info.layout.slab_bytes),
     )
     channel = open_channel(nodes.decode_address)
     async with channel, cancelling(raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()) as call:
         for num_blocks, frame in enumerate(frames):
             await call.write(encode(frame))
-            received = convert.blocks_received_from_bytes(await call.read())
+            received = convert_decode.blocks_received_from_bytes(await call.read())
             assert received.num_blocks == num_blocks
 
 
@@ -244,9 +246,64 @@ async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
         try:
             async with nodes.prefill.prefill(request, nodes.target(granted)) as events:
                 await anext(events)
-                nodes.prefill_app._engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
+                nodes.prefill_app.host.engine.post(lambda core: engine_may_go_on.wait(TIMEOUT_S))
                 await nodes.decode.release(granted.reservation_id)
                 with pytest.raises(StaleError, match=f"decode node {nodes.decode_address}"):
                     await anext(events)
         finally:
             engine_may_go_on.set()
+
+
+FORCE_EOS = {2: 100.0}  # a bias that makes the end of the sequence the likeliest token wherever it is allowed
+
+
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(0, 1), (1, 2), (3, 4)])
+async def test_the_end_of_the_sequence_may_be_the_first_token_unless_min_tokens_forbids(
+    model: Path, min_tokens: int, num_tokens: int
+) -> None:
+    async with pair(model) as nodes:
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=8, min_tokens=min_tokens, logit_bias=FORCE_EOS)
+        request = replace(make_request(40), sampling=sampling)
+        granted = await nodes.reserve(request)
+        reading = asyncio.create_task(nodes.tokens(granted))
+        finished = await nodes.compute(request, nodes.target(granted))
+        token_ids, end = await reading
+        assert token_ids[0] == finished.first_token.token_id
+        assert len(token_ids) == num_tokens
+        assert [token_id == 2 for token_id in token_ids] == [False] * min_tokens + [True]
+        assert end.reason is FinishReason.STOP
+
+
+async def test_a_single_token_needs_no_decode_node_and_may_be_the_end(model: Path) -> None:
+    async with pair(model) as nodes:
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=1, logit_bias=FORCE_EOS, logprobs=1)
+        async with nodes.prefill.prefill(replace(make_request(40), sampling=sampling), None) as events:
+            finished = [event async for event in events][-1]
+        assert isinstance(finished, PrefillFinished)
+        assert finished.first_token.token_id == 2
+        logprobs = finished.first_token.logprobs
+        assert logprobs is not None
+        assert logprobs.chosen.token_id == 2
+        assert logprobs.top[0].logprob > logprobs.chosen.logprob  # the model's own opinion, without the bias
+
+
+async def test_the_first_token_is_handed_over_with_its_logprobs(model: Path) -> None:
+    """They are what the prefill node reports, and what a node that computes the prompt itself finds."""
+    async with pair(model) as nodes:
+        request = make_request(40)
+        request = replace(request, sampling=replace(request.sampling, logprobs=3, max_tokens=3))
+        granted = await nodes.reserve(request)
+        reading = asyncio.create_task(nodes.generated(granted))
+        finished = await nodes.compute(request, nodes.target(granted))
+        first, *rest = await reading
+        assert first == finished.first_token
+        assert first.logprobs is not None
+        assert len(first.logprobs.top) == 3
+        assert first.logprobs.top[0] == first.logprobs.chosen  # greedy
+        computed = await nodes.generated(await nodes.reserve(request), compute_tail=True)
+        assert len(computed) == 1 + len(rest) == 3
+        for ours, theirs in zip((first, *rest), computed, strict=True):
+            assert ours.logprobs is not None
+            assert theirs.logprobs is not None
+            assert ours.logprobs.chosen.token_id == theirs.logprobs.chosen.token_id
+            assert ours.logprobs.chosen.logprob == pytest.approx(theirs.logprobs.chosen.logprob, abs=1e-3)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.messages import NodeRequest, PrefillFinished
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import PrefillClient
-from kvrelay.types import CachedTokens, InstanceId, NodeRequest, PrefillFinished, RequestId, SamplingParams
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import CachedTokens, InstanceId, RequestId
 from kvstore.config import KVStoreConfig
 from kvstore.main import KVStoreApp
 from prefill_node.config import PrefillConfig

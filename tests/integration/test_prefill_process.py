@@ -10,9 +10,11 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from kvrelay.messages import NodeRequest, PrefillFinished
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import PrefillClient
-from kvrelay.types import NodeRequest, PrefillFinished, RequestId, SamplingParams
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import RequestId
 from tests.support.tiny_model import make_tiny_model
 
 COMMAND = "import sys; from prefill_node.main import main; sys.exit(main(sys.argv[1:]))"

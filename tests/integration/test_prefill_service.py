@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvrelay.errors import (
+    AlreadyCommittedError,
+    BadLogitsError,
     InvalidRequestError,
     KVRelayError,
     NeverFitsError,
@@ -17,18 +19,9 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    CachedTokens,
-    GeneratedToken,
-    HandoffTarget,
-    NodeRequest,
-    PrefillFinished,
-    PrefillStarted,
-    SamplingParams,
-    Tier,
-)
+from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, BlockHash, CachedTokens, Tier
 from tests.support.prefill_bench import LAYOUT, MODEL, PrefillBench, make_request, prefill_bench
 
 
@@ -209,6 +202,50 @@ async def test_a_failed_step_fails_its_request_and_the_node_serves_on() -> None:
         bench.runner.error = None
         bench.receiver.blocks.clear()
         assert (await prefill(bench, make_request(50), bench.target())).first_token == GeneratedToken(50)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("cut"), AlreadyCommittedError("has its KV already")])
+async def test_a_prompt_whose_commit_is_not_confirmed_counts_as_computed_and_is_offered(error: KVRelayError) -> None:
+    async with prefill_bench() as bench:
+        bench.receiver.end_failure = error
+        with pytest.raises(type(error), match="decode node"):
+            await prefill(bench, make_request(50), bench.target())
+        assert len(bench.offered) == 3
+        assert bench.registry.get_sample_value("kvrelay_prefill_tokens_computed_total") == 50
+
+
+async def test_a_stuck_engine_gives_every_prompt_up() -> None:
+    """One computes, one waits for the engine to take it in; each may go elsewhere, and a third is refused at once."""
+    async with prefill_bench() as bench:
+        bench.runner.gate.clear()
+        computing = asyncio.create_task(prefill(bench, make_request(50), bench.target()))
+        await bench.runner.entered.wait()
+        waiting = asyncio.create_task(prefill(bench, make_request(51), bench.target()))
+        while len(bench.jobs._jobs) < 2:  # the server runs in this very loop
+            await asyncio.sleep(0)
+        bench.now += 9.5
+        bench.jobs.fail_if_stuck()
+        bench.now += 1.0
+        bench.jobs.fail_if_stuck()
+        for call in (computing, waiting):
+            with pytest.raises(UnavailableError, match="engine is stuck; use another"):
+                await asyncio.wait_for(call, 10)
+        with pytest.raises(UnavailableError, match="engine is stuck; use another"):
+            await prefill(bench, make_request(52), bench.target())
+        bench.runner.gate.set()
+
+
+async def test_bad_logits_reach_the_caller_by_their_code() -> None:
+    async with prefill_bench() as bench:
+        bench.runner.bad_lengths = {50}
+        with pytest.raises(BadLogitsError) as failed:
+            await prefill(bench, make_request(50), bench.target())
+        assert (failed.value.code, failed.value.status.name, failed.value.retryable) == (
+            "bad_logits",
+            "INTERNAL",
+            False,
+        )
+        assert (await prefill(bench, make_request(51), bench.target())).first_token == GeneratedToken(51)
 
 
 async def test_first_block_says_where_the_stream_starts() -> None:

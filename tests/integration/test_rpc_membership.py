@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.errors import ForeignBlockError
-from kvrelay.kv.layout import NodeInfo
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_cluster
 from kvrelay.rpc.membership import Membership
-from kvrelay.types import BlockCounts, NodeStatus
+from kvrelay.types import BlockCounts
 from tests.support.grpc_ends import Proxy, serving
 from tests.support.messages import EXAMPLE_NODE
 
@@ -34,9 +34,9 @@ class FakeCoordinator(cluster_pb2_grpc.ClusterServicer):
         try:
             async for event in request_iterator:
                 if event.WhichOneof("event") == "status":
-                    self.statuses.put_nowait(convert.node_status_from_pb(event.status))
+                    self.statuses.put_nowait(convert_cluster.node_status_from_pb(event.status))
                     continue
-                self.joined.append(convert.node_info_from_pb(event.joined))
+                self.joined.append(convert_cluster.node_info_from_pb(event.joined))
                 if self.refusal:
                     raise self.refusal
                 yield cluster_pb2.JoinEvent(accepted=cluster_pb2.JoinAccepted(coordinator_instance_id="c"))

@@ -10,22 +10,19 @@ import grpc
 import pytest
 
 from kvrelay.errors import DeadlineError, NeverFitsError, NotFoundError
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from kvrelay.rpc import convert
-from kvrelay.rpc.nodes import DecodeClient, PrefillClient
-from kvrelay.types import (
-    CachedTokens,
+from kvrelay.messages import (
     DecodeFinished,
-    FinishReason,
-    GeneratedToken,
     HandoffTarget,
-    InstanceId,
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    ReservationId,
     TokensDecoded,
 )
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import CachedTokens, FinishReason, InstanceId, ReservationId
 from tests.support.grpc_ends import connected
 from tests.support.messages import EXAMPLE_REQUEST
 
@@ -46,21 +43,21 @@ class FakeNode(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer)
         self.ended = asyncio.Event()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
-        self.asked.append(convert.prefill_request_from_pb(request))
+        self.asked.append(convert_prefill.prefill_request_from_pb(request))
         try:
-            yield convert.prefill_event_to_pb(STARTED)
+            yield convert_prefill.prefill_event_to_pb(STARTED)
             await self.go_on.wait()
-            yield convert.prefill_event_to_pb(FINISHED)
+            yield convert_prefill.prefill_event_to_pb(FINISHED)
         finally:
             self.ended.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        self.asked.append(convert.reserve_request_from_pb(request))
+        self.asked.append(convert_decode.reserve_request_from_pb(request))
         if request.num_tokens == 1_000_000:
             raise NeverFitsError("62500 blocks wanted, 128 here")
         if request.num_tokens == 1_000:
             await self.go_on.wait()
-        return convert.reservation_granted_to_pb(GRANTED)
+        return convert_decode.reservation_granted_to_pb(GRANTED)
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Any) -> decode_pb2.RenewReply:
         if request.reservation_id != "res-1":
@@ -74,9 +71,9 @@ class FakeNode(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer)
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
         self.asked.append((request.reservation_id, request.compute_tail))
         try:
-            yield convert.decode_event_to_pb(DECODED)
+            yield convert_decode.decode_event_to_pb(DECODED)
             await self.go_on.wait()
-            yield convert.decode_event_to_pb(ENDED)
+            yield convert_decode.decode_event_to_pb(ENDED)
         finally:
             self.ended.set()
 

@@ -16,7 +16,8 @@ from kvrelay.kv import frame
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import ChecksumChain, slab_checksum
 from kvrelay.kv.layout import KVLayout
-from kvrelay.kv.remote import Offloader, StoreClient
+from kvrelay.kv.offload import Offloader
+from kvrelay.kv.remote import StoreClient
 from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import raw
 from kvrelay.rpc.channel import error_from_rpc, open_channel
@@ -377,7 +378,7 @@ async def test_the_offloader_outlives_a_read_that_fails(caplog: pytest.LogCaptur
         await offloader.close()
         assert await client.missing(hashes(1, 2)) == hashes(1)
         assert offloader.num_dropped == 1
-        assert [r.levelno for r in caplog.records if r.name == "kvrelay.kv.remote"] == [logging.ERROR]
+        assert [r.levelno for r in caplog.records if r.name == "kvrelay.kv.offload"] == [logging.ERROR]
 
 
 async def test_the_offloader_gives_up_on_a_store_that_hangs() -> None:

@@ -1,42 +1,45 @@
-"""Asking a real cluster, and waiting until it holds nothing."""
+"""Whole answers, and waiting until a real cluster holds nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
-from kvrelay.client import AsyncClient
-from kvrelay.rpc.convert_inference import ClusterStatus
-from kvrelay.types import RequestFinished, Role, SamplingParams, TokenPrompt, TokensGenerated
+from kvrelay.client import AnswerEvent, AsyncClient
+from kvrelay.cluster import ClusterStatus
+from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import Role
 
 ANSWER_TIMEOUT_S = 120.0
 QUIET_TIMEOUT_S = 15.0
 GREEDY_64 = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finished: RequestFinished | None = None
-
-    @property
-    def end(self) -> RequestFinished:
-        assert self.finished is not None
-        return self.finished
+    token_ids: tuple[int, ...]
+    text: str
+    finished: RequestFinished
 
 
 async def ask(client: AsyncClient, prompt_ids: Sequence[int], sampling: SamplingParams = GREEDY_64) -> Answer:
     """One whole answer; raises what the cluster says went wrong."""
-    answer = Answer()
-    async for event in client.generate(TokenPrompt(tuple(prompt_ids)), sampling, timeout_s=ANSWER_TIMEOUT_S):
+    return await collect(client.generate(TokenPrompt(tuple(prompt_ids)), sampling, timeout_s=ANSWER_TIMEOUT_S))
+
+
+async def collect(events: AsyncIterator[AnswerEvent]) -> Answer:
+    token_ids: list[int] = []
+    text, finished = "", None
+    async for event in events:
         if isinstance(event, TokensGenerated):
-            answer.token_ids += [token.token_id for token in event.tokens]
-            answer.text += event.text
+            token_ids += [token.token_id for token in event.tokens]
+            text += event.text
         elif isinstance(event, RequestFinished):
-            answer.finished = event
-    return answer
+            finished = event
+    assert finished is not None
+    return Answer(tuple(token_ids), text, finished)
 
 
 def holds_nothing(status: ClusterStatus, num_nodes: int) -> bool:

@@ -18,8 +18,11 @@ _TEMPLATE = (
 )
 
 
-def make_byte_tokenizer(directory: Path) -> Path:
-    """Writes tokenizer.json and tokenizer_config.json into `directory` (made if missing) and returns it."""
+def make_byte_tokenizer(directory: Path, **settings: object) -> Path:
+    """Writes tokenizer.json and tokenizer_config.json into `directory` (made if missing) and returns it.
+
+    `settings` are added to those of the config.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -29,6 +32,6 @@ def make_byte_tokenizer(directory: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE, **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

@@ -15,11 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.config import CoordinatorConfig
 from coordinator.main import Coordinator
-from kvrelay.client import AnswerEvent, AsyncClient
-from kvrelay.rpc.convert_inference import ClusterStatus
+from kvrelay.client import AsyncClient
+from kvrelay.cluster import ClusterStatus
+from kvrelay.inference import Prompt, TextPrompt
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.server import make_server
-from kvrelay.types import InstanceId, Prompt, RequestFinished, SamplingParams, TextPrompt, TokensGenerated
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import InstanceId
+from tests.support.answers import Answer, collect
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.fake_nodes import FakeDecodeNode, FakeNode, FakePrefillNode
 
@@ -29,15 +32,6 @@ TIMEOUT_S = 10.0  # of anything that a test waits for
 @cache
 def tokenizer_path() -> Path:
     return make_byte_tokenizer(Path(mkdtemp(prefix="kvrelay-test-")) / "bytes")
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A whole answer as a client saw it."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finished: RequestFinished
 
 
 @dataclass(slots=True)
@@ -54,7 +48,7 @@ class Ends:
     def nodes(self) -> list[FakeNode]:
         return [*self.prefill, *self.decode]
 
-    async def ask(self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, **kwargs: Any) -> Outcome:
+    async def ask(self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, **kwargs: Any) -> Answer:
         events = self.client.generate(prompt or long_prompt(), sampling or greedy(), **kwargs)
         return await asyncio.wait_for(collect(events), TIMEOUT_S)
 
@@ -111,20 +105,6 @@ async def ends(num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, *
 
 def _num_ready(status: ClusterStatus) -> int:
     return sum(report.status.ready for report in status.nodes)
-
-
-async def collect(events: AsyncIterator[AnswerEvent]) -> Outcome:
-    token_ids: list[int] = []
-    text = ""
-    finished = None
-    async for event in events:
-        if isinstance(event, TokensGenerated):
-            token_ids += [token.token_id for token in event.tokens]
-            text += event.text
-        elif isinstance(event, RequestFinished):
-            finished = event
-    assert finished is not None
-    return Outcome(tuple(token_ids), text, finished)
 
 
 def greedy(**changes: Any) -> SamplingParams:

@@ -15,38 +15,24 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
 from decode_node.service import DecodeService
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, encode, tail_frame
 from kvrelay.kv.hashing import ChecksumChain, chain_root
-from kvrelay.kv.layout import ModelInfo
 from kvrelay.kv.pool import BlockPool
-from kvrelay.rpc import convert
+from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, NodeRequest, ReservationGranted
+from kvrelay.rpc import convert_decode
 from kvrelay.rpc.channel import error_from_rpc, open_channel
 from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.rpc.raw import KV_TRANSFER, stream_stream
 from kvrelay.rpc.server import bind, make_server
-from kvrelay.types import (
-    BlockCounts,
-    BlocksReceived,
-    GeneratedToken,
-    HandoffBegin,
-    HandoffEnd,
-    InstanceId,
-    NodeRequest,
-    ReservationGranted,
-)
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, InstanceId
 from tests.support.fake_engine import FakeCache, FakeRunner, make_info, slab_of
+from tests.support.manual_clock import ManualClock
 
 INSTANCE = InstanceId("decode-instance")
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -107,8 +93,8 @@ async def decode_node(
     core = DecodeCore(
         info=info, runner=runner, cache=cache, pool=pool, scheduler=Scheduler(max_batch, max_batched_tokens)
     )
-    engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output))
     timing: dict[str, Callable[[], float]] = {"clock": clock} if clock else {}
+    engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output), **timing)
     node = DecodeNode(
         engine=engine,
         info=info,
@@ -187,11 +173,11 @@ class Handoff:
 
 
 def begin_message(begin: HandoffBegin) -> bytes:
-    return encode(control_frame(FrameKind.BEGIN, convert.handoff_begin_to_bytes(begin)))
+    return encode(control_frame(FrameKind.BEGIN, convert_decode.handoff_begin_to_bytes(begin)))
 
 
 def end_message(end: HandoffEnd) -> bytes:
-    return encode(control_frame(FrameKind.END, convert.handoff_end_to_bytes(end)))
+    return encode(control_frame(FrameKind.END, convert_decode.handoff_end_to_bytes(end)))
 
 
 async def send(call: grpc.aio.StreamStreamCall[bytes, bytes], message: bytes) -> BlocksReceived:
@@ -210,7 +196,7 @@ async def answer(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> BlocksReceive
             raise AssertionError(f"the stream ended: {await call.code()}")
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
-    return convert.blocks_received_from_bytes(reply)  # type: ignore[arg-type]
+    return convert_decode.blocks_received_from_bytes(reply)  # type: ignore[arg-type]
 
 
 async def hand_over(harness: Harness, messages: list[bytes]) -> list[BlocksReceived]:

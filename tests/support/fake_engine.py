@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, build
-from kvrelay.errors import CorruptBlockError
+from kvrelay.errors import BadLogitsError, CorruptBlockError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import KVLayout, ModelInfo
-from kvrelay.types import BlockId, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockId, RequestId
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", block_tokens=4)
 EOS = 2
@@ -61,21 +64,24 @@ class FakeCache:
 class FakeRunner:
     """Draws `last token + 1` (wrapping inside [10, 90), so never an EOS); checks each batch's layout by building it.
 
-    `before_step` runs first in each step and may raise or block.
+    `before_step` runs first in each step and may raise or block. A row whose last token is in `bad_after` gets bad
+    logits.
     """
 
     def __init__(self, block_tokens: int = LAYOUT.block_tokens) -> None:
         self.block_tokens = block_tokens
         self.batches: list[list[int]] = []  # tokens of each row, by step
         self.before_step: Callable[[], None] = lambda: None
+        self.bad_after: set[int] = set()
 
-    def run(self, batch: Batch) -> list[GeneratedToken | None]:
+    def run(self, batch: Batch) -> list[GeneratedToken | BadLogitsError | None]:
         self.before_step()
         build(batch, self.block_tokens)
         self.batches.append([row.num_tokens for row in batch.rows])
-        return [
-            GeneratedToken(next_token(row.sequence.token_ids[-1])) if row.yields_token else None for row in batch.rows
-        ]
+        return [self._drawn(row.sequence.token_ids[-1]) if row.yields_token else None for row in batch.rows]
+
+    def _drawn(self, last: int) -> GeneratedToken | BadLogitsError:
+        return BadLogitsError(f"NaN after {last}") if last in self.bad_after else GeneratedToken(next_token(last))
 
 
 def next_token(token_id: int) -> int:

@@ -15,29 +15,31 @@ from typing import Any
 
 import grpc
 
-from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError, OverloadedError, StaleError
-from kvrelay.kv.layout import KVLayout, ModelInfo, NodeInfo
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from kvrelay.rpc import convert
-from kvrelay.rpc.membership import Membership
-from kvrelay.rpc.server import make_server
-from kvrelay.types import (
-    BlockCounts,
-    CachedTokens,
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.errors import (
+    AlreadyCommittedError,
+    InvalidRequestError,
+    KVRelayError,
+    NotFoundError,
+    OverloadedError,
+    StaleError,
+)
+from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import (
     DecodeFinished,
-    FinishReason,
-    GeneratedToken,
     HandoffTarget,
-    InstanceId,
     NodeRequest,
-    NodeStatus,
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    ReservationId,
-    Role,
     TokensDecoded,
 )
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.server import make_server
+from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
+from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
 from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 
 # "The answer is 42, whatever the question was." in bytes, each character's id, and then the end of the sequence.
@@ -218,12 +220,12 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         if reservation is None or target.instance_id != self.instance_id or target.attempt <= reservation.attempt:
             raise StaleError(f"decode node {self.address}: no handoff is expected here")
         if reservation.committed.is_set():
-            raise StaleError(f"decode node {self.address}: the handoff is committed already")
+            raise AlreadyCommittedError(f"decode node {self.address}: the handoff is committed already")
         reservation.attempt = target.attempt
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens = convert.reserve_request_from_pb(request)
+        node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
         await self._reach("reserve")
         num_blocks = MODEL.layout.blocks_for(num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
@@ -236,7 +238,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         await asyncio.shield(self._reach("granted"))
         num_cached = min(self.num_cached_blocks, (len(node_request.token_ids) - 1) // BLOCK_TOKENS)
         granted = ReservationGranted(reservation_id, self.instance_id, num_cached, lease_s=10.0)
-        return convert.reservation_granted_to_pb(granted)
+        return convert_decode.reservation_granted_to_pb(granted)
 
     async def Release(self, request: decode_pb2.ReleaseRequest, context: Any) -> decode_pb2.ReleaseReply:
         self._drop(ReservationId(request.reservation_id))
@@ -256,7 +258,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
             if not request.compute_tail:
                 await reservation.committed.wait()
             async for event in self._answer(reservation.request, compute_tail=request.compute_tail):
-                yield convert.decode_event_to_pb(event)
+                yield convert_decode.decode_event_to_pb(event)
         finally:
             self._drop(reservation_id)
 
@@ -269,7 +271,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         for number in range(len(output), len(ANSWER_IDS)):
             await self._reach("token")
             token_id = ANSWER_IDS[number]
-            yield TokensDecoded((GeneratedToken(token_id),))
+            yield TokensDecoded((generated(request, number),))
             reason = finish_reason(request, token_id, number + 1)
             if reason is not None:
                 await self._reach("finish")
@@ -309,18 +311,18 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
         return BlockCounts(total=self.num_blocks, free=self.num_blocks)
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
-        node_request, target = convert.prefill_request_from_pb(request)
+        node_request, target = convert_prefill.prefill_request_from_pb(request)
         self.requests.append(node_request)
         self.targets.append(target)
         self.num_running += 1
         try:
             await self._reach("start")
-            yield convert.prefill_event_to_pb(PrefillStarted(self.cached))
+            yield convert_prefill.prefill_event_to_pb(PrefillStarted(self.cached))
             await self._reach("compute")
             if target is not None:
                 self._find(target.address).commit(target)
             await self._reach("committed")
-            yield convert.prefill_event_to_pb(self._finished(node_request, target))
+            yield convert_prefill.prefill_event_to_pb(self._finished(node_request, target))
         finally:
             self.num_running -= 1
             self.tell()
@@ -328,7 +330,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
     def _finished(self, request: NodeRequest, target: HandoffTarget | None) -> PrefillFinished:
         number = len(request.token_ids) - request.num_prompt_tokens
         return PrefillFinished(
-            first_token=GeneratedToken(ANSWER_IDS[number]),
+            first_token=generated(request, number),
             cached=self.cached,
             compute_s=0.5,
             handoff_s=0.125 if target else 0.0,
@@ -340,6 +342,15 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
             if node.address == address:
                 return node
         raise StaleError(f"decode node {address} is not there")
+
+
+def generated(request: NodeRequest, number: int) -> GeneratedToken:
+    """The answer's token; asked for log-probabilities, its own is -1 for the first, -2 for the second and so on."""
+    token_id = ANSWER_IDS[number]
+    if request.sampling.logprobs is None:
+        return GeneratedToken(token_id)
+    chosen = TokenLogprob(token_id, -1.0 - number)
+    return GeneratedToken(token_id, StepLogprobs(chosen, (chosen,) * request.sampling.logprobs))
 
 
 def finish_reason(request: NodeRequest, token_id: int, num_output: int) -> FinishReason | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from tests.support.demo import golden_cases
-
+DIRECTORY = Path(__file__).parent.parent / "golden"
 FLOAT32 = "smollm2_gguf_f32.jsonl"
 BFLOAT16_WEIGHTS = "smollm2_bf16_weights_f32.jsonl"
 
@@ -26,7 +27,12 @@ class GoldenCase:
 
 @cache
 def load(file_name: str = FLOAT32) -> tuple[GoldenCase, ...]:
-    return tuple(_case(row) for row in golden_cases(file_name))
+    return tuple(_case(row) for row in rows(file_name))
+
+
+def rows(file_name: str = FLOAT32) -> list[dict[str, Any]]:
+    """The cases with all that was noted of them."""
+    return [json.loads(line) for line in (DIRECTORY / file_name).read_text("utf-8").splitlines()]
 
 
 def _case(row: dict[str, Any]) -> GoldenCase:

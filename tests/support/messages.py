@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvrelay import types
-from kvrelay.kv.layout import ITEM_BYTES, KVLayout, ModelInfo, NodeInfo
-from kvrelay.types import InstanceId, NodeRequest, RequestId, ReservationId, Role, SamplingParams
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.kv.layout import ITEM_BYTES, KVLayout
+from kvrelay.messages import (
+    BlocksReceived,
+    DecodeFinished,
+    HandoffBegin,
+    HandoffEnd,
+    HandoffTarget,
+    NodeRequest,
+    PrefillFinished,
+    PrefillStarted,
+    ReservationGranted,
+    TokensDecoded,
+)
+from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
+from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId, Role
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -33,10 +46,10 @@ sampling_params = st.builds(
     stop=st.lists(texts, max_size=3).map(tuple),
     logprobs=st.none() | u32,
 )
-token_logprobs = st.builds(types.TokenLogprob, u32, st.floats(allow_nan=False, width=32))
-step_logprobs = st.builds(types.StepLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
-generated_tokens = st.builds(types.GeneratedToken, u32, st.none() | step_logprobs)
-cached_tokens = st.builds(types.CachedTokens, u32, u32, u32)
+token_logprobs = st.builds(TokenLogprob, u32, st.floats(allow_nan=False, width=32))
+step_logprobs = st.builds(StepLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
+generated_tokens = st.builds(GeneratedToken, u32, st.none() | step_logprobs)
+cached_tokens = st.builds(CachedTokens, u32, u32, u32)
 
 
 @st.composite
@@ -57,22 +70,22 @@ model_infos = st.builds(ModelInfo, texts, texts, texts, u32, u32, some_ids, layo
 node_infos = st.builds(
     NodeInfo, st.sampled_from(Role), ids.map(InstanceId), ids, st.none() | model_infos, protocol_version=u32
 )
-block_counts = st.builds(types.BlockCounts, u32, u32, u32, u32, u32)
-node_statuses = st.builds(types.NodeStatus, st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64)
-targets = st.builds(types.HandoffTarget, ids, texts, ids.map(ReservationId), u32, u32)
-prefill_events = st.builds(types.PrefillStarted, cached_tokens) | st.builds(
-    types.PrefillFinished, generated_tokens, cached_tokens, numbers, numbers, u64
+block_counts = st.builds(BlockCounts, u32, u32, u32, u32, u32)
+node_statuses = st.builds(NodeStatus, st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64)
+targets = st.builds(HandoffTarget, ids, texts, ids.map(ReservationId), u32, u32)
+prefill_events = st.builds(PrefillStarted, cached_tokens) | st.builds(
+    PrefillFinished, generated_tokens, cached_tokens, numbers, numbers, u64
 )
-granted = st.builds(types.ReservationGranted, texts, texts, u32, numbers)
-token_runs = st.lists(st.builds(types.GeneratedToken, u32), min_size=1, max_size=4) | st.lists(
-    st.builds(types.GeneratedToken, u32, step_logprobs), min_size=1, max_size=4
+granted = st.builds(ReservationGranted, texts, texts, u32, numbers)
+token_runs = st.lists(st.builds(GeneratedToken, u32), min_size=1, max_size=4) | st.lists(
+    st.builds(GeneratedToken, u32, step_logprobs), min_size=1, max_size=4
 )
-decode_events = st.builds(types.TokensDecoded, token_runs.map(tuple)) | st.builds(
-    types.DecodeFinished, st.sampled_from(types.FinishReason), cached_tokens, numbers
+decode_events = st.builds(TokensDecoded, token_runs.map(tuple)) | st.builds(
+    DecodeFinished, st.sampled_from(FinishReason), cached_tokens, numbers
 )
-handoff_begins = st.builds(types.HandoffBegin, texts, texts, u32, texts, texts, u32, u32)
-handoff_ends = st.builds(types.HandoffEnd, u32, st.binary(min_size=16, max_size=16), generated_tokens)
-received = st.builds(types.BlocksReceived, u32, st.booleans())
+handoff_begins = st.builds(HandoffBegin, texts, texts, u32, texts, texts, u32, u32)
+handoff_ends = st.builds(HandoffEnd, u32, st.binary(min_size=16, max_size=16), generated_tokens)
+received = st.builds(BlocksReceived, u32, st.booleans())
 
 EXAMPLE_REQUEST = NodeRequest(RequestId("r1"), (1, 2, 3), 3, SamplingParams(seed=7, max_tokens=4), b"salt")
 EXAMPLE_MODEL = ModelInfo(

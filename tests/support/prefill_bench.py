@@ -10,27 +10,19 @@ from contextlib import asynccontextmanager
 import grpc
 from prometheus_client import CollectorRegistry
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, build
 from kvrelay.engine.loop import EngineLoop
+from kvrelay.errors import BadLogitsError
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
+from kvrelay.messages import HandoffTarget, NodeRequest
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import PrefillClient
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    BlockId,
-    GeneratedToken,
-    HandoffTarget,
-    InstanceId,
-    NodeRequest,
-    RequestId,
-    ReservationId,
-    SamplingParams,
-    Tier,
-)
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, BlockHash, BlockId, InstanceId, RequestId, ReservationId, Tier
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs
 from prefill_node.links import DecodeLinks
@@ -73,13 +65,14 @@ class GatedRunner:
         self.num_computed = 0
         self.drawn: list[int] = []  # token ids, in order
         self.error: Exception | None = None
+        self.bad_lengths: set[int] = set()  # of sequences that get bad logits
         self._close_after: int | None = None
 
     def close_gate_after(self, num_tokens: int) -> None:
         """The step after the one that computes the `num_tokens`th token hangs."""
         self._close_after = num_tokens
 
-    def run(self, batch: Batch) -> Sequence[GeneratedToken | None]:
+    def run(self, batch: Batch) -> Sequence[GeneratedToken | BadLogitsError | None]:
         build(batch, LAYOUT.block_tokens)
         self.loop.call_soon_threadsafe(self.entered.set)
         assert self.gate.wait(GATE_TIMEOUT_S)
@@ -90,7 +83,10 @@ class GatedRunner:
             self._close_after = None
             self.gate.clear()
         self.drawn.extend(row.sequence.num_tokens for row in batch.rows if row.yields_token)
-        return [GeneratedToken(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+        return [self._drawn(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+
+    def _drawn(self, length: int) -> GeneratedToken | BadLogitsError:
+        return BadLogitsError("NaN") if length in self.bad_lengths else GeneratedToken(length)
 
 
 class FakeStore:
@@ -116,12 +112,16 @@ class PrefillBench:
     """The node, a client of it, and the receiver its handoffs go to."""
 
     def __init__(self, num_blocks: int, budget: int, max_prefills: int, max_waiting: int) -> None:
+        self.now = 1_000.0  # of the node's clock
         self.runner, self.cache, self.store, self.receiver = GatedRunner(), FakeCache(), FakeStore(), FakeReceiver()
         self.pool = BlockPool(num_blocks)
         self.offered: list[BlockHash] = []
         self.links = DecodeLinks()
-        self.engine = EngineLoop(lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver)
-        metrics = PrefillMetrics(CollectorRegistry(), BlockCounts)
+        self.engine = EngineLoop(
+            lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver, clock=lambda: self.now
+        )
+        self.registry = CollectorRegistry()
+        metrics = PrefillMetrics(self.registry)
         self.jobs = PrefillJobs(
             self.engine,
             MODEL,
@@ -132,6 +132,7 @@ class PrefillBench:
             store=self.store,
             offer=lambda hashes: self.offered.extend(hashes),
             on_status=self._on_status,
+            clock=lambda: self.now,
         )
         self.address = ""
         self.channel: grpc.aio.Channel

@@ -9,8 +9,8 @@ from typing import Any
 from kvrelay.errors import KVRelayError
 from kvrelay.kv.frame import Frame, FrameKind, decode, verify
 from kvrelay.kv.hashing import ChecksumChain
-from kvrelay.rpc import convert, raw
-from kvrelay.types import BlocksReceived, HandoffBegin, HandoffEnd
+from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd
+from kvrelay.rpc import convert_decode, raw
 
 MAX_PAYLOAD_BYTES = 1 << 20
 
@@ -25,6 +25,7 @@ class FakeReceiver:
         self.refusal: KVRelayError | None = None  # raised on BEGIN
         self.fail_after: int | None = None  # blocks after which the stream ends, without commit
         self.failure: KVRelayError | None = None  # how it ends then; None: as if all were well
+        self.end_failure: KVRelayError | None = None  # raised on END, instead of the answer
         self.may_acknowledge = asyncio.Event()
         self.may_acknowledge.set()
         self.hold_commit_only = False  # acknowledge blocks at once, but not END
@@ -47,7 +48,7 @@ class FakeReceiver:
                 if frame.kind is FrameKind.END or (frame.kind is not FrameKind.BEGIN and not self.hold_commit_only):
                     await self.may_acknowledge.wait()
                 self.committed = reply.committed
-                yield convert.blocks_received_to_bytes(reply)
+                yield convert_decode.blocks_received_to_bytes(reply)
         finally:
             self.num_open -= 1
             async with self.arrived:
@@ -67,12 +68,14 @@ class FakeReceiver:
 
     async def _take(self, frame: Frame) -> BlocksReceived | None:
         if frame.kind is FrameKind.BEGIN:
-            self.begin = convert.handoff_begin_from_bytes(frame.payload)
+            self.begin = convert_decode.handoff_begin_from_bytes(frame.payload)
             if self.refusal is not None:
                 raise self.refusal
             return BlocksReceived(0, committed=False)
         if frame.kind is FrameKind.END:
-            reply = self._finish(convert.handoff_end_from_bytes(frame.payload))
+            reply = self._finish(convert_decode.handoff_end_from_bytes(frame.payload))
+            if self.end_failure is not None:
+                raise self.end_failure
             async with self.arrived:
                 self.arrived.notify_all()
             return reply

@@ -8,7 +8,9 @@ from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.hashing import chain_root
-from kvrelay.types import BlockId, NodeRequest
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockId
 
 
 class ReferenceEngine:
@@ -24,7 +26,7 @@ class ReferenceEngine:
         for _ in range(request.sampling.max_tokens):
             count = sequence.num_uncomputed
             (token,) = self._engine.runner.run(Batch((ScheduledRow(sequence, count),)))
-            assert token is not None
+            assert isinstance(token, GeneratedToken)
             sequence.num_computed_tokens += count
             sequence.append(token.token_id)
         return sequence.output_ids

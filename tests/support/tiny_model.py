@@ -1,7 +1,7 @@
 """A tiny random Llama in the Hugging Face layout, made in milliseconds: the model of tests that need no real text.
 
 Its tokenizer is byte-level BPE without merges, so any text is its UTF-8 bytes: ids 0, 1, 2 are `<|endoftext|>`,
-`<|im_start|>` and `<|im_end|>`, and `BYTE_TOKENS` more follow. Ids above those exist in the model only.
+`<|im_start|>` and `<|im_end|>`, and 256 bytes follow. Ids above those exist in the model only.
 """
 
 from __future__ import annotations
@@ -12,20 +12,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-EOS_TOKEN_ID = 2
-BYTE_TOKENS = 256
-TOKENIZER_SIZE = len(SPECIAL_TOKENS) + BYTE_TOKENS
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, make_byte_tokenizer
 
 
 def make_tiny_model(
@@ -47,7 +35,7 @@ def make_tiny_model(
 
     The same arguments give the same bytes. Weights are float32, wide enough that greedy margins are not near-ties.
     """
-    assert vocab_size >= TOKENIZER_SIZE, f"the tokenizer alone has {TOKENIZER_SIZE} ids"
+    assert vocab_size >= VOCAB_SIZE, f"the tokenizer alone has {VOCAB_SIZE} ids"
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -106,20 +94,9 @@ def _random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor
 
 
 def _write_tokenizer(directory: Path, max_model_len: int) -> None:
-    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
-    for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
-        ids[character] = len(ids)
-    tokenizer = Tokenizer(BPE(vocab=ids, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>",
-        "add_bos_token": False,
-        "model_max_length": max_model_len,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    make_byte_tokenizer(
+        directory,
+        tokenizer_class="PreTrainedTokenizerFast",
+        add_bos_token=False,
+        model_max_length=max_model_len,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -33,6 +34,22 @@ def test_a_command_gets_the_rest_of_the_line_and_gives_the_exit_status(command: 
     command.main = run  # type: ignore[attr-defined]
     assert main(["try", "--help", "x"]) == 7
     assert got == [["--help", "x"]]
+
+
+@pytest.mark.parametrize(("before", "during"), [(None, "ERROR"), ("DEBUG", "DEBUG")])
+def test_grpc_is_told_to_be_quiet_before_it_is_imported_unless_the_user_wants_otherwise(
+    before: str | None, during: str, command: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before is None:
+        monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    else:
+        monkeypatch.setenv("GRPC_VERBOSITY", before)
+    seen: list[str | None] = []
+    command.main = lambda argv: seen.append(os.environ.get("GRPC_VERBOSITY")) or 0  # type: ignore[attr-defined]
+    assert main(["try"]) == 0
+    assert seen == [during]
+    program = "import sys, kvrelay.cli; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from tests.support.arrows import modules, violations
 ROOT = Path(__file__).resolve().parents[2]
 
 WITHOUT_TORCH = ("coordinator", "kvstore", "kvrelay.rpc", "kvrelay.kv", "kvrelay.pb", "kvrelay.tokenizer",
-                 "kvrelay.detokenizer", "kvrelay.client", "kvrelay.cli", "kvrelay.ask", "kvrelay.up")  # fmt: skip
+                 "kvrelay.detokenizer", "kvrelay.client", "kvrelay.cli", "kvrelay.ask", "kvrelay.status",
+                 "kvrelay.up")  # fmt: skip
 
 BLOCKED_IMPORTS = """
 import importlib, sys
@@ -72,7 +73,7 @@ def test_each_rule_can_fail(tmp_path: Path, module: str, source: str, broken: st
 
 def test_allowed_imports_are_allowed(tmp_path: Path) -> None:
     sources = {
-        "kvrelay/rpc/convert.py": "from kvrelay.pb import types_pb2\nfrom kvrelay.kv.layout import KVLayout",
+        "kvrelay/rpc/convert_types.py": "from kvrelay.pb import types_pb2\nfrom kvrelay.kv.layout import KVLayout",
         "kvrelay/kv/remote.py": "from kvrelay.rpc import channel\nfrom kvrelay.pb import kvstore_pb2",
         "kvrelay/model/decoder.py": "import torch\nfrom kvrelay.kv.cache import PagedKVCache",
         "coordinator/service.py": "from kvrelay.pb import inference_pb2_grpc\nfrom coordinator.flow import Flow",

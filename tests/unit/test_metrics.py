@@ -5,11 +5,10 @@ from __future__ import annotations
 import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvrelay.errors import ConfigError
-from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS, BlockGauge, new_registry, serve
-from kvrelay.types import BlockCounts
+from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS, new_registry, serve
 
 
 def test_the_endpoint_serves_the_registry_until_closed() -> None:
@@ -26,6 +25,15 @@ def test_the_endpoint_serves_the_registry_until_closed() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
 
 
+def test_no_created_series_are_exposed() -> None:
+    registry = new_registry()
+    Counter("kvrelay_things", "Things.", registry=registry).inc()
+    Histogram("kvrelay_waits", "Waits.", registry=registry).observe(1.0)
+    text = generate_latest(registry).decode()
+    assert "kvrelay_things_total 1.0" in text
+    assert "_created" not in text
+
+
 def test_a_port_in_use_is_a_configuration_error() -> None:
     server = serve(CollectorRegistry(), "127.0.0.1", 0)
     try:
@@ -33,21 +41,6 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
             serve(CollectorRegistry(), "127.0.0.1", server.port)
     finally:
         server.close()
-
-
-def test_the_block_gauge_reads_the_counts_when_scraped() -> None:
-    registry = CollectorRegistry()
-    counts = [BlockCounts(), BlockCounts(total=10, free=1, reserved=2, held=3, cached=4)]
-    BlockGauge(registry, lambda: counts[-1])
-
-    text = generate_latest(registry).decode()
-
-    assert [line for line in text.splitlines() if not line.startswith("#")] == [
-        'kvrelay_kv_blocks{state="free"} 1.0',
-        'kvrelay_kv_blocks{state="reserved"} 2.0',
-        'kvrelay_kv_blocks{state="held"} 3.0',
-        'kvrelay_kv_blocks{state="cached"} 4.0',
-    ]
 
 
 def test_buckets_ascend() -> None:

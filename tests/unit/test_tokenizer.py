@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from kvrelay.detokenizer import Detokenizer
 from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.tokenizer import Tokenizer, load_tokenizer
-from tests.support.demo import demo_model_path, demo_tokenizer, golden_cases
+from tests.support import golden
+from tests.support.demo import demo_model_path, demo_tokenizer
 from tests.support.tiny_model import make_tiny_model
 
 BYTE_ALPHABET = [chr(byte) for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))] + [
@@ -72,7 +75,7 @@ def ids(*tokens: str) -> list[int]:
 # The real model.
 
 
-@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", golden.rows(), ids=lambda case: case["name"])
 def test_prompts_of_the_real_model_have_the_reference_ids(case: dict[str, Any]) -> None:
     tokenizer = demo_tokenizer()
     if case["kind"] == "text":
@@ -263,6 +266,27 @@ def test_a_post_processor_that_adds_bos_is_noticed(directory: Path) -> None:
     assert tokenizer.add_bos is True
     assert tokenizer.encode("", add_bos=True) == [0]
     assert tokenizer.encode("", add_bos=False) == []
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(directory: Path) -> None:
+    """An encoder that kept the interpreter to itself would let this loop turn once or twice."""
+    tokenizer = load_tokenizer(directory)
+    encoding = threading.Thread(target=tokenizer.encode, args=("some words " * 50_000,), kwargs={"add_bos": False})
+    encoding.start()
+    num_turns = 0
+    while encoding.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    assert num_turns > 10
+
+
+@pytest.mark.parametrize(("changes", "most"), [({}, 8), ({"ggml.pre": "qwen2"}, 24)])
+def test_a_token_stands_for_so_many_characters_at_most(changes: dict[str, str], most: int, tmp_path: Path) -> None:
+    """Here for "<|user|>"; with composition, of letters that come apart as three, for thrice as many."""
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "x.gguf", **changes))
+    assert tokenizer.max_chars_per_token == most
+    text = "<|user|>" * 5 + "\u1112\u1161\u11ab" * 5
+    assert len(text) <= most * len(tokenizer.encode(text, add_bos=False))
 
 
 def test_a_template_file_or_a_named_template_is_used(directory: Path) -> None:

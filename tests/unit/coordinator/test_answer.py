@@ -6,7 +6,9 @@ import pytest
 
 from coordinator.answer import Answer
 from kvrelay.errors import KVRelayError
-from kvrelay.types import FinishReason, GeneratedToken, SamplingParams, TokensGenerated
+from kvrelay.inference import TokensGenerated
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import FinishReason
 
 EOS = 0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from coordinator.fit import Capacity, check_capacity, settle_max_tokens
+from kvrelay.cluster import ModelInfo
 from kvrelay.errors import NeverFitsError, PromptTooLongError
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")  # 16 tokens a block
 MODEL = ModelInfo("m", "aa", "llama", 100, 300, (2,), LAYOUT, "float32", "plain")

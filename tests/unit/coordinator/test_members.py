@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from coordinator.members import Members
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
-from kvrelay.kv.layout import KVLayout, ModelInfo, NodeInfo
-from kvrelay.types import BlockCounts, InstanceId, NodeStatus, Role
+from kvrelay.kv.layout import KVLayout
+from kvrelay.types import BlockCounts, InstanceId, Role
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
 MODEL = ModelInfo("m", "aa", "llama", 1024, 300, (2,), LAYOUT, "float32", "plain")

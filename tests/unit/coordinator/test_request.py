@@ -7,9 +7,11 @@ import pytest
 from coordinator.answer import Answer
 from coordinator.request import AcceptedRequest, RequestState, capped, may_succeed_elsewhere
 from kvrelay import errors
+from kvrelay.cluster import ModelInfo
 from kvrelay.kv.hashing import block_hashes, chain_root
-from kvrelay.kv.layout import KVLayout, ModelInfo
-from kvrelay.types import CachedTokens, GeneratedToken, RequestId, SamplingParams
+from kvrelay.kv.layout import KVLayout
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import CachedTokens, RequestId
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=2)
 MODEL = ModelInfo("m", "aa", "llama", 100, 300, (2,), LAYOUT, "float32", "plain")

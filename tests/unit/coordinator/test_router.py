@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from coordinator.members import Member
 from coordinator.router import PrefixIndex, has_slot, rank_decode, rank_prefill
-from kvrelay.kv.layout import NodeInfo
-from kvrelay.types import BlockCounts, BlockHash, InstanceId, NodeStatus, Role
+from kvrelay.cluster import NodeInfo, NodeStatus
+from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 

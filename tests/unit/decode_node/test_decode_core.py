@@ -9,36 +9,23 @@ from hypothesis import strategies as st
 from decode_node.engine import DecodeCore, SequenceAdvanced, StepDone
 from decode_node.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import NotFoundError, OverloadedError
+from kvrelay.errors import BadLogitsError, NotFoundError, OverloadedError
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.types import (
-    BlockCounts,
-    BlockHash,
-    CachedTokens,
-    DecodeFinished,
-    FinishReason,
-    GeneratedToken,
-    ReservationId,
-)
+from kvrelay.messages import DecodeFinished
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockCounts, BlockHash, CachedTokens, FinishReason, ReservationId
 from tests.support.fake_engine import FakeCache, FakeRunner, make_info, make_request
+from tests.support.manual_clock import ManualClock
 
 ROOT = BlockHash(bytes(32))
 A, B = ReservationId("a"), ReservationId("b")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Engine:
     """A core of 16 blocks, and what a node does around it."""
 
     def __init__(self, max_batch: int = 4, max_batched_tokens: int = 8) -> None:
-        self.pool, self.runner, self.cache, self.clock = BlockPool(16), FakeRunner(), FakeCache(), Clock()
+        self.pool, self.runner, self.cache, self.clock = BlockPool(16), FakeRunner(), FakeCache(), ManualClock(50.0)
         self.core = DecodeCore(
             info=make_info(),
             runner=self.runner,
@@ -221,6 +208,38 @@ def test_a_failed_step_ends_its_sequences_and_spares_those_that_wait() -> None:
     assert str(failed.error) == "a decode step failed: out of memory"
     assert [a.reservation_id for a in engine.run_to_end()] == [B, B, B]
     assert engine.counts() == (14, 0, 0, 2)
+
+
+def test_bad_logits_end_their_own_sequence_and_leave_nothing_of_it_to_be_found() -> None:
+    """Its full blocks were shareable, and one of them is the other's; that goes on, and they are cached no more."""
+    engine = Engine()
+    doomed, other = engine.reserve(A, num_prompt=6), engine.reserve(B, num_prompt=9)
+    engine.hand_over(A, doomed)
+    engine.hand_over(B, other)
+    engine.core.step()
+    engine.runner.bad_after = {21}
+    other.token_ids[-1] = 50
+    bad, good = engine.core.step().advanced
+    assert bad.reservation_id == A
+    assert isinstance(bad.error, BadLogitsError)
+    assert good == SequenceAdvanced(B, GeneratedToken(51))
+    assert engine.pool.match(doomed.block_hashes) == []
+    assert [a.reservation_id for a in engine.run_to_end()] == [B]
+    engine.core.release(A)
+    assert engine.counts()[1:3] == (0, 0)
+
+
+def test_a_partly_filled_block_has_no_name_to_be_read_by() -> None:
+    """What is offloaded is read by hash, and only full and computed blocks have one: 11 of these 12 positions are."""
+    engine = Engine()
+    sequence = engine.reserve(A, num_prompt=10)
+    engine.hand_over(A, sequence)
+    filled = engine.core.step().filled
+    assert sequence.num_tokens == 12
+    assert len(sequence.block_hashes) == 3
+    assert filled == ()
+    assert [engine.core.read_block(h) is not None for h in sequence.block_hashes] == [True, True, False]
+    assert engine.core.step().filled == (sequence.block_hashes[2],)
 
 
 def test_a_block_can_be_read_by_its_hash_while_it_is_here() -> None:

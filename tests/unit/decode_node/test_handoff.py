@@ -10,7 +10,9 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import CorruptBlockError, ForeignBlockError, InvalidRequestError, KVRelayError, StaleError
 from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, tail_frame
 from kvrelay.kv.hashing import ChecksumChain
-from kvrelay.types import BlockHash, GeneratedToken, HandoffBegin, HandoffEnd, InstanceId, ReservationId
+from kvrelay.messages import HandoffBegin, HandoffEnd
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import BlockHash, InstanceId, ReservationId
 from tests.support.fake_engine import LAYOUT, make_info, make_request, slab_of
 
 INFO = make_info()

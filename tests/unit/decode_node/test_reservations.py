@@ -4,7 +4,7 @@ import pytest
 
 from decode_node.reservations import Phase, Reservations
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import DuplicateRequestError, NotFoundError, StaleError
+from kvrelay.errors import AlreadyCommittedError, DuplicateRequestError, NotFoundError, StaleError
 from kvrelay.types import BlockHash, BlockId, ReservationId
 from tests.support.fake_engine import make_request
 
@@ -111,7 +111,7 @@ def test_nothing_is_received_once_the_commit_began() -> None:
     reservations = granted(A)
     reservations.begin_receive(A, 0, 0.0)
     reservations.begin_commit(A, 0, 0.0)
-    with pytest.raises(StaleError, match="has its KV already"):
+    with pytest.raises(AlreadyCommittedError, match="has its KV already"):
         reservations.begin_receive(A, 1, 0.0)
     with pytest.raises(StaleError):
         reservations.check_receive(A, 0, 0.0)
@@ -119,14 +119,14 @@ def test_nothing_is_received_once_the_commit_began() -> None:
     assert reservations.num_pending == 1
     reservations.committed(A)
     assert reservations.num_pending == 0
-    with pytest.raises(StaleError, match="has its KV already"):
+    with pytest.raises(AlreadyCommittedError, match="has its KV already"):
         reservations.begin_receive(A, 1, 0.0)
 
 
 def test_a_tail_can_be_computed_only_where_nothing_was_received() -> None:
     reservations = granted(A, B)
     assert reservations.open(A, compute_tail=True).phase is Phase.COMMITTED
-    with pytest.raises(StaleError, match="has its KV already"):
+    with pytest.raises(AlreadyCommittedError, match="has its KV already"):
         reservations.begin_receive(A, 0, 0.0)
     reservations.begin_receive(B, 0, 0.0)
     with pytest.raises(StaleError, match="b is receiving"):

@@ -11,6 +11,7 @@ import pytest
 
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.errors import NotFoundError, UnavailableError
+from tests.support.manual_clock import ManualClock
 
 
 class Core:
@@ -62,14 +63,6 @@ class Delivered(list[object]):
         while len(self) < count:
             self._news.clear()
             await self._news.wait()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def give_work(steps: int, **attributes: object):  # type: ignore[no-untyped-def]
@@ -180,7 +173,7 @@ async def test_a_core_that_is_being_made_is_given_up_by_stop() -> None:
 
 
 async def test_it_is_stuck_when_a_step_takes_longer_than_the_watchdog_and_not_after() -> None:
-    core, clock = Core(), Clock()
+    core, clock = Core(), ManualClock(100.0)
     core.gate = threading.Event()
     async with running(core, watchdog_s=10.0, clock=clock) as (loop, delivered):
         assert not loop.stuck(clock.now + 1000)
@@ -194,7 +187,7 @@ async def test_it_is_stuck_when_a_step_takes_longer_than_the_watchdog_and_not_af
         assert await until_idle(loop, clock)
 
 
-async def until_idle(loop: EngineLoop[Core], clock: Clock) -> bool:
+async def until_idle(loop: EngineLoop[Core], clock: ManualClock) -> bool:
     """The thread has nothing to do once it has come back to its queue, shortly after the last result."""
     while loop.stuck(clock.now + 1000):
         await asyncio.to_thread(lambda: None)
@@ -202,7 +195,7 @@ async def until_idle(loop: EngineLoop[Core], clock: Clock) -> bool:
 
 
 async def test_a_long_answer_is_not_stuck_while_its_steps_finish() -> None:
-    core, clock = Core(), Clock()
+    core, clock = Core(), ManualClock(100.0)
     async with running(core, watchdog_s=10.0, clock=clock) as (loop, delivered):
         for _ in range(5):
             core.gate = threading.Event()

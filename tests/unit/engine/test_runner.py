@@ -9,7 +9,8 @@ import torch
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import ConfigError
+from kvrelay.errors import BadLogitsError, ConfigError
+from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockHash, BlockId
 from tests.support.fake_engine import make_request
 from tests.support.tiny_model import make_tiny_model
@@ -31,9 +32,9 @@ def advance(engine: LoadedEngine, *rows: tuple[Sequence, int]) -> list[int | Non
     tokens = engine.runner.run(Batch(tuple(ScheduledRow(*row) for row in rows)))
     for (sequence, count), token in zip(rows, tokens, strict=True):
         sequence.num_computed_tokens += count
-        if token is not None:
+        if isinstance(token, GeneratedToken):
             sequence.append(token.token_id)
-    return [None if token is None else token.token_id for token in tokens]
+    return [token.token_id if isinstance(token, GeneratedToken) else None for token in tokens]
 
 
 def test_chunks_and_company_do_not_change_the_tokens(engine: LoadedEngine) -> None:
@@ -54,9 +55,21 @@ def test_a_row_that_draws_nothing_among_others_gets_none(engine: LoadedEngine) -
     assert tokens[1] is not None
 
 
+def test_a_row_of_nans_spoils_no_other(engine: LoadedEngine) -> None:
+    good, alone, bad = (make_sequence((20, 21, 22), [block]) for block in (2, 3, 4))
+    advance(engine, (good, 2), (alone, 2), (bad, 2))
+    engine.cache.tensor[4, :, :, :2] = float("nan")
+    (expected,) = advance(engine, (alone, 1))
+    row = (ScheduledRow(bad, 1), ScheduledRow(good, 1))
+    error, token = engine.runner.run(Batch(row))
+    assert isinstance(error, BadLogitsError)
+    assert error.message == "the model gave NaN or infinite logits for the token at position 3"
+    assert token == GeneratedToken(expected)
+
+
 def test_the_loader_says_what_it_serves(engine: LoadedEngine) -> None:
     info = engine.info
-    assert (info.name, info.max_model_len, info.vocab_size) == ("tiny", 1024, 288)
+    assert (info.name, info.architecture, info.max_model_len, info.vocab_size) == ("tiny", "llama", 1024, 288)
     assert (info.eos_token_ids, info.dtype, info.layout.block_tokens) == ((2,), "float32", 4)
     assert len(info.fingerprint) == 64
     assert engine.pool.num_blocks == engine.cache.num_blocks == 16

@@ -34,6 +34,23 @@ def test_blocks_for_rounds_up(num_tokens: int, num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (0, "00 00 00 00"),
+        (1, "01 00 03 00"),
+        (2, "01 02 03 04"),
+    ],
+)
+def test_what_follows_a_partial_blocks_tokens_is_zeroed_in_every_plane(num_tokens: int, expected: str) -> None:
+    """One layer of K and V, two positions of one head with one dim of 4 bytes."""
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_tokens=2)
+    slab = b"".join(bytes([i]) * 4 for i in (1, 2, 3, 4))
+    cleared = layout.without_rest(slab, num_tokens)
+    assert bytes(cleared) == b"".join(bytes([value]) * 4 for value in bytes.fromhex(expected))
+    assert slab[4] == 2, "a copy"
+
+
+@pytest.mark.parametrize(
     ("change", "message"), [({"head_dim": 0}, "head_dim is 0"), ({"dtype": "int8"}, "allowed are float32, bfloat16")]
 )
 def test_a_bad_layout_is_refused_by_name(change: dict[str, int], message: str) -> None:

@@ -16,18 +16,11 @@ from kvstore.block import StoredBlock, namespace_key
 from kvstore.disk import MIN_DISK_BYTES, DiskFullError, DiskTier
 from kvstore.memory import MemoryTier
 from kvstore.store import PutOutcome, Store
+from tests.support.manual_clock import ManualClock
 from tests.support.store_blocks import SLAB_BYTES, block_of, key_of
 
 FLUSH_S = 20.0
 STORED, PRESENT, REFUSED = PutOutcome.STORED, PutOutcome.PRESENT, PutOutcome.REFUSED
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @asynccontextmanager
@@ -40,7 +33,7 @@ async def opened(
     make_disk: type[DiskTier] = DiskTier,
 ) -> AsyncIterator[Store]:
     disk = None if path is None else make_disk(path, disk_bytes, "boot-1")
-    store = Store(MemoryTier(memory_blocks * SLAB_BYTES), disk, clock or Clock())
+    store = Store(MemoryTier(memory_blocks * SLAB_BYTES), disk, clock or ManualClock(0.0))
     await store.start()
     try:
         yield store
@@ -238,7 +231,7 @@ async def test_a_nearly_full_device_is_not_filled_up(tmp_path: Path) -> None:
 async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_trial(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     async with opened(tmp_path, memory_blocks=1, make_disk=FullDisk, clock=clock) as store:
         await put(store, *range(20))
         disk = store._disk
@@ -297,7 +290,7 @@ async def test_a_put_goes_on_without_a_disk_that_is_too_slow(tmp_path: Path, mon
 
 
 async def test_dead_readers_are_looked_for_from_time_to_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     async with opened(tmp_path, disk_bytes=MIN_DISK_BYTES, clock=clock) as store:
         reader = await asyncio.create_subprocess_exec(
             sys.executable, "-c", READER, str(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -324,7 +317,7 @@ with env.begin() as txn:
 
 async def test_a_stuck_foreign_reader_stops_writing_and_its_death_lets_it_go_on(tmp_path: Path) -> None:
     """A reader keeps every page it sees; the file fills up in spite of all eviction, until the reader is gone."""
-    clock = Clock()
+    clock = ManualClock(0.0)
     async with opened(tmp_path, memory_blocks=0, disk_bytes=MIN_DISK_BYTES, clock=clock) as store:
         await put(store, *range(80))
         reader = await asyncio.create_subprocess_exec(
@@ -373,7 +366,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(operations)
 def test_whatever_happens_a_get_serves_the_bytes_that_were_put(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]

@@ -48,6 +48,7 @@ def test_q_and_k_rows_come_back_in_half_split_order(directory: Path, tmp_path: P
 
 def test_config_is_read_from_the_file(directory: Path, tmp_path: Path) -> None:
     config = GGUFWeights(make_tiny_gguf(directory, tmp_path / "tiny.gguf")).config
+    assert config.architecture == HFWeights(directory).config.architecture == "llama"
     assert (config.num_layers, config.hidden_size, config.intermediate_size) == (2, 64, 128)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert (config.vocab_size, config.max_model_len, config.eos_token_ids) == (288, 1024, (2,))

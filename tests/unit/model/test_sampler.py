@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.errors import KVRelayError
-from kvrelay.model.sampler import BadLogitsError, Sampler, SamplingRow, uniform
-from kvrelay.types import GeneratedToken, SamplingParams
+from kvrelay.errors import BadLogitsError, KVRelayError
+from kvrelay.model.sampler import Sampler, SamplingRow, uniform
+from kvrelay.sampling import GeneratedToken, SamplingParams
 
 EOS = 4
 HALVES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
@@ -30,6 +30,7 @@ def row(
 
 def sample(logits: Sequence[float], **settings: Any) -> GeneratedToken:
     (token,) = Sampler().sample(torch.tensor([logits]), [row(**settings)])
+    assert isinstance(token, GeneratedToken)
     return token
 
 
@@ -41,7 +42,8 @@ def shares(logits: Sequence[float], num_draws: int = 2000, **settings: Any) -> d
     """Share of each token among draws with seeds 0 to num_draws - 1."""
     rows = [row(seed=seed, **settings) for seed in range(num_draws)]
     tokens = Sampler().sample(torch.tensor(logits).expand(num_draws, -1), rows)
-    return {token: count / num_draws for token, count in Counter(t.token_id for t in tokens).items()}
+    counts = Counter(token.token_id for token in tokens if isinstance(token, GeneratedToken))
+    return {token: count / num_draws for token, count in counts.items()}
 
 
 def near(**expected: float) -> Any:
@@ -267,12 +269,15 @@ def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}, {"seed": 1, "top_p": 0.5}])
-def test_bad_logits_are_told_with_their_rows(bad: float, params: dict[str, Any]) -> None:
+def test_a_row_with_bad_logits_gets_an_error_and_the_others_their_tokens(bad: float, params: dict[str, Any]) -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = bad
-    with pytest.raises(BadLogitsError, match=r"NaN or infinite logits for rows \[1\]") as caught:
-        Sampler().sample(logits, [row(**params)] * 3)
-    assert caught.value.rows == (1,)
+    tokens = Sampler().sample(logits, [row(**params)] * 3)
+    error = tokens[1]
+    assert isinstance(error, BadLogitsError)
+    assert error.message == "the model gave NaN or infinite logits for the token at position 7"
+    (alone,) = Sampler().sample(torch.zeros(1, 5), [row(**params)])
+    assert [tokens[0], tokens[2]] == [alone, alone]
 
 
 def test_logits_that_are_minus_infinity_are_never_drawn() -> None:

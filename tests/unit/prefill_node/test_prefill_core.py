@@ -11,10 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import NeverFitsError, OverloadedError
+from kvrelay.errors import BadLogitsError, NeverFitsError, OverloadedError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.types import BlockCounts, GeneratedToken, NodeRequest, RequestId, SamplingParams
+from kvrelay.messages import NodeRequest
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockCounts, RequestId, ReservationId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent, PrefillCore
 from prefill_node.scheduler import JobId, PrefillScheduler
 
@@ -28,12 +30,16 @@ class FakeRunner:
     def __init__(self) -> None:
         self.chunks: list[list[int]] = []
         self.error: Exception | None = None
+        self.bad_lengths: set[int] = set()  # of sequences that get bad logits
 
-    def run(self, batch: Batch) -> Seq[GeneratedToken | None]:
+    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]:
         if self.error is not None:
             raise self.error
         self.chunks.append([row.num_tokens for row in batch.rows])
-        return [GeneratedToken(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+        return [self._drawn(row.sequence.num_tokens) if row.yields_token else None for row in batch.rows]
+
+    def _drawn(self, length: int) -> GeneratedToken | BadLogitsError:
+        return BadLogitsError("NaN") if length in self.bad_lengths else GeneratedToken(length)
 
 
 def make_core(num_blocks: int = 16, budget: int = 512, max_prefills: int = 4, max_waiting: int = 8) -> PrefillCore:
@@ -207,6 +213,26 @@ def test_a_failed_step_fails_what_computes_and_spares_the_rest() -> None:
     assert core.pool.counts() == BlockCounts(total=16, free=14, reserved=0, held=0, cached=2)
 
 
+def test_bad_logits_fail_their_own_job_and_leave_nothing_of_it_to_be_found() -> None:
+    """Its first chunks were shareable by then."""
+    core = make_core(budget=32)
+    core.runner.bad_lengths = {50}  # type: ignore[attr-defined]
+    for job, num_tokens in ((1, 50), (2, 40)):
+        core.submit(JobId(job), make_sequence(num_tokens, first=job * 100))
+        core.start(JobId(job), 0)
+    events = drain(core)
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert failed.job_id == 1
+    assert isinstance(failed.error, BadLogitsError)
+    assert Computed(JobId(2), 40, GeneratedToken(40)) in events
+    assert core.pool.match(make_sequence(50, first=100).block_hashes) == []
+    assert len(core.pool.match(make_sequence(40, first=200).block_hashes)) == 2
+    for job in (1, 2):
+        core.end(JobId(job))
+    drain(core)
+    assert core.pool.counts() == BlockCounts(total=16, free=14, reserved=0, held=0, cached=2)
+
+
 def test_a_cached_block_can_be_read_until_it_is_evicted() -> None:
     core = make_core(num_blocks=1)
     block_hash = make_sequence(16).block_hashes[0]
@@ -217,9 +243,24 @@ def test_a_cached_block_can_be_read_until_it_is_evicted() -> None:
     assert core.read(block_hash) is None
 
 
+def test_a_partly_computed_block_cannot_be_read() -> None:
+    """So the offloader, which reads by hash, never ships one: 20, 40, then all of 50 tokens are computed."""
+    core = make_core(budget=20)
+    core.submit(JobId(1), make_sequence(50))
+    core.start(JobId(1), 0)
+    readable = []
+    for _ in range(3):
+        core.step()
+        readable.append([core.read(block_hash) is not None for block_hash in make_sequence(50).block_hashes])
+    assert readable == [[True, False, False], [True, True, False], [True, True, True]]
+    core.end(JobId(1))
+    drain(core)
+
+
 def test_a_block_held_by_nobody_is_found_when_idle() -> None:
     core = make_core()
-    core.pool.allocate(1)
+    core.pool.reserve(ReservationId("nobody"), [], 1)
+    core.pool.commit(ReservationId("nobody"))
     with pytest.raises(PoolCorruptError, match="1 blocks are held"):
         core.check_idle()
 
@@ -279,4 +320,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestAnyOrder = CoreMachine.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40)

@@ -9,24 +9,17 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
+from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, StaleError, UnavailableError
 from kvrelay.kv.frame import FrameKind
 from kvrelay.kv.hashing import chain_root
-from kvrelay.kv.layout import KVLayout, ModelInfo
+from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import HandoffBegin, HandoffTarget, NodeRequest
 from kvrelay.rpc import raw, server
 from kvrelay.rpc.channel import open_channel
-from kvrelay.types import (
-    BlockId,
-    GeneratedToken,
-    HandoffBegin,
-    HandoffTarget,
-    InstanceId,
-    NodeRequest,
-    RequestId,
-    ReservationId,
-    SamplingParams,
-)
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import BlockId, InstanceId, RequestId, ReservationId
 from prefill_node.engine import Admitted, Computed, Failed
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
@@ -102,7 +95,7 @@ async def test_full_blocks_carry_hashes_and_a_partial_last_one_is_the_tail(
     kinds = [FrameKind.BLOCK] * num_full + [FrameKind.TAIL] * bool(tail_tokens)
     assert [frame.kind for frame in frames] == kinds
     assert [frame.block_index for frame in frames] == list(range(len(kinds)))
-    assert [bytes(frame.payload) for frame in frames] == [slab_of(100 + i) for i in range(len(kinds))]
+    assert [bytes(frame.payload) for frame in frames[:num_full]] == [slab_of(100 + i) for i in range(num_full)]
     if tail_tokens:
         assert frames[-1].num_tokens == tail_tokens
     assert handoff.receiver.end is not None
@@ -117,6 +110,15 @@ async def test_full_blocks_carry_hashes_and_a_partial_last_one_is_the_tail(
         first_block=0,
         num_blocks=len(kinds),
     )
+
+
+async def test_the_tail_leaves_with_zeros_where_an_earlier_owners_kv_may_lie(handoff: Handoff) -> None:
+    """19 tokens: of the second block K and V of 3 positions are sent, 16 bytes each; the rest of both is zeros."""
+    handoff.admit(19)
+    handoff.compute(19, TOKEN)
+    await handoff.send(19)
+    rows = bytes([101]) * 48 + bytes(13 * 16)
+    assert bytes(handoff.receiver.blocks[1].payload) == rows + rows
 
 
 async def test_blocks_the_decode_node_has_are_neither_read_nor_sent(handoff: Handoff) -> None:

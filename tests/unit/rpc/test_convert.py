@@ -9,19 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay import errors, types
+from kvrelay import errors
+from kvrelay.cluster import NodeStatus
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.kv.layout import KVLayout
+from kvrelay.messages import HandoffTarget, NodeRequest, PrefillStarted, TokensDecoded
 from kvrelay.pb import cluster_pb2, decode_pb2, kvstore_pb2, prefill_pb2, types_pb2
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert_cluster, convert_decode, convert_errors, convert_kvstore, convert_prefill, convert_types
+from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
+from kvrelay.types import CachedTokens, FinishReason, Role, Tier
 from tests.support import messages
 from tests.support.messages import EXAMPLE_NODE, EXAMPLE_REQUEST
 
 
+def converter(name: str) -> Callable[[Any], Any]:
+    rooms = (convert_cluster, convert_decode, convert_prefill, convert_types)
+    return next(getattr(room, name) for room in rooms if hasattr(room, name))
+
+
 def round_trip(name: str, value: Any) -> Any:
     """Through bytes, so that nothing survives only in memory."""
-    wire = getattr(convert, f"{name}_to_pb")(value)
-    return getattr(convert, f"{name}_from_pb")(type(wire).FromString(wire.SerializeToString()))
+    wire = converter(f"{name}_to_pb")(value)
+    return converter(f"{name}_from_pb")(type(wire).FromString(wire.SerializeToString()))
 
 
 @pytest.mark.parametrize(
@@ -60,45 +69,48 @@ def test_messages_survive_the_wire(data: st.DataObject, name: str, values: st.Se
 @given(data=st.data())
 def test_payloads_of_frames_survive_the_wire(data: st.DataObject, name: str, values: st.SearchStrategy[Any]) -> None:
     value = data.draw(values)
-    payload = getattr(convert, f"{name}_to_bytes")(value)
-    from_bytes = getattr(convert, f"{name}_from_bytes")
+    payload = converter(f"{name}_to_bytes")(value)
+    from_bytes = converter(f"{name}_from_bytes")
 
     assert from_bytes(payload) == value
     assert from_bytes(memoryview(payload)) == value
 
 
 @given(request=messages.node_requests(), target=st.none() | messages.targets)
-def test_prefill_requests_survive_the_wire(request: types.NodeRequest, target: types.HandoffTarget | None) -> None:
-    wire = convert.prefill_request_to_pb(request, target)
+def test_prefill_requests_survive_the_wire(request: NodeRequest, target: HandoffTarget | None) -> None:
+    wire = convert_prefill.prefill_request_to_pb(request, target)
 
-    assert convert.prefill_request_from_pb(wire) == (request, target)
+    assert convert_prefill.prefill_request_from_pb(wire) == (request, target)
 
 
 @given(request=messages.node_requests(), extra=st.integers(0, 100))
-def test_reserve_requests_survive_the_wire(request: types.NodeRequest, extra: int) -> None:
+def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int) -> None:
     num_tokens = len(request.token_ids) + extra
 
-    assert convert.reserve_request_from_pb(convert.reserve_request_to_pb(request, num_tokens)) == (request, num_tokens)
+    assert convert_decode.reserve_request_from_pb(convert_decode.reserve_request_to_pb(request, num_tokens)) == (
+        request,
+        num_tokens,
+    )
 
 
-@pytest.mark.parametrize("role", types.Role)
-def test_roles_survive_the_wire(role: types.Role) -> None:
-    assert convert.role_from_pb(convert.role_to_pb(role)) is role
+@pytest.mark.parametrize("role", Role)
+def test_roles_survive_the_wire(role: Role) -> None:
+    assert convert_cluster.role_from_pb(convert_cluster.role_to_pb(role)) is role
 
 
-@pytest.mark.parametrize("reason", types.FinishReason)
-def test_finish_reasons_survive_the_wire(reason: types.FinishReason) -> None:
-    assert convert.finish_reason_from_pb(convert.finish_reason_to_pb(reason)) is reason
+@pytest.mark.parametrize("reason", FinishReason)
+def test_finish_reasons_survive_the_wire(reason: FinishReason) -> None:
+    assert convert_types.finish_reason_from_pb(convert_types.finish_reason_to_pb(reason)) is reason
 
 
-@pytest.mark.parametrize("tier", [types.Tier.NONE, types.Tier.MEMORY, types.Tier.DISK])
-def test_tiers_of_the_store_survive_the_wire(tier: types.Tier) -> None:
-    assert convert.tier_from_pb(convert.tier_to_pb(tier)) is tier
+@pytest.mark.parametrize("tier", [Tier.NONE, Tier.MEMORY, Tier.DISK])
+def test_tiers_of_the_store_survive_the_wire(tier: Tier) -> None:
+    assert convert_kvstore.tier_from_pb(convert_kvstore.tier_to_pb(tier)) is tier
 
 
-@pytest.mark.parametrize("cls", sorted(set(convert._ERRORS_BY_CODE.values()), key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", sorted(set(convert_errors._ERRORS_BY_CODE.values()), key=lambda cls: cls.__name__))
 def test_errors_survive_the_wire(cls: type[KVRelayError]) -> None:
-    error = convert.error_from_pb(convert.error_to_pb(cls("what was wrong", retry_after_s=1.5)))
+    error = convert_errors.error_from_pb(convert_errors.error_to_pb(cls("what was wrong", retry_after_s=1.5)))
 
     assert type(error) is cls
     assert (error.message, error.retry_after_s) == ("what was wrong", 1.5)
@@ -107,11 +119,11 @@ def test_errors_survive_the_wire(cls: type[KVRelayError]) -> None:
 def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVRelayError)]
 
-    assert len({cls.code for cls in classes}) == len(classes) == len(convert._ERRORS_BY_CODE)
+    assert len({cls.code for cls in classes}) == len(classes) == len(convert_errors._ERRORS_BY_CODE)
 
 
 def test_an_error_code_not_known_here_is_kept() -> None:
-    error = convert.error_from_pb(types_pb2.Error(code="quota", message="over quota", retryable=True))
+    error = convert_errors.error_from_pb(types_pb2.Error(code="quota", message="over quota", retryable=True))
 
     assert type(error) is KVRelayError
     assert (error.code, error.retryable, error.message) == ("quota", True, "over quota")
@@ -119,36 +131,36 @@ def test_an_error_code_not_known_here_is_kept() -> None:
 
 
 def test_unset_fields_become_defaults() -> None:
-    assert convert.sampling_params_from_pb(types_pb2.SamplingParams()) == types.SamplingParams()
-    assert convert.node_status_from_pb(cluster_pb2.NodeStatus()) == types.NodeStatus()
+    assert convert_types.sampling_params_from_pb(types_pb2.SamplingParams()) == SamplingParams()
+    assert convert_cluster.node_status_from_pb(cluster_pb2.NodeStatus()) == NodeStatus()
     wire = types_pb2.NodeRequest(request_id="r", token_ids=[1], num_prompt_tokens=1)
-    assert convert.node_request_from_pb(wire).sampling == types.SamplingParams()
-    assert convert.prefill_event_from_pb(
+    assert convert_types.node_request_from_pb(wire).sampling == SamplingParams()
+    assert convert_prefill.prefill_event_from_pb(
         prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
-    ) == types.PrefillStarted(types.CachedTokens())
+    ) == PrefillStarted(CachedTokens())
 
 
 def test_zero_is_not_unset() -> None:
-    params = types.SamplingParams(temperature=0.0, top_p=0.0, seed=0, max_tokens=0, logprobs=0)
+    params = SamplingParams(temperature=0.0, top_p=0.0, seed=0, max_tokens=0, logprobs=0)
 
     assert round_trip("sampling_params", params) == params
 
 
 def request(**changes: Any) -> types_pb2.NodeRequest:
-    wire = convert.node_request_to_pb(EXAMPLE_REQUEST)
+    wire = convert_types.node_request_to_pb(EXAMPLE_REQUEST)
     wire.MergeFrom(types_pb2.NodeRequest(**changes))
     return wire
 
 
 def node(**changes: Any) -> cluster_pb2.NodeJoined:
-    wire = convert.node_info_to_pb(EXAMPLE_NODE)
+    wire = convert_cluster.node_info_to_pb(EXAMPLE_NODE)
     for name, value in changes.items():
         setattr(wire, name, value)
     return wire
 
 
 def layout(**changes: Any) -> types_pb2.KVLayout:
-    wire = convert.kv_layout_to_pb(KVLayout(2, 2, 16, "float32"))
+    wire = convert_cluster.kv_layout_to_pb(KVLayout(2, 2, 16, "float32"))
     for name, value in changes.items():
         setattr(wire, name, value)
     return wire
@@ -157,50 +169,54 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
 @pytest.mark.parametrize(
     ("from_pb", "wire", "message"),
     [
-        (convert.node_request_from_pb, types_pb2.NodeRequest(), "a request id is 1 to 128 printable ASCII"),
-        (convert.node_request_from_pb, request(request_id="r" * 129), "a request id is 1 to 128 printable ASCII"),
-        (convert.node_request_from_pb, request(request_id="é"), "a request id is 1 to 128 printable ASCII"),
-        (convert.node_request_from_pb, request(request_id="a\n"), "a request id is 1 to 128 printable ASCII"),
-        (convert.node_request_from_pb, types_pb2.NodeRequest(request_id="r"), "token_ids is empty"),
-        (convert.node_request_from_pb, request(num_prompt_tokens=4), r"num_prompt_tokens is 4; allowed is \[1, 3\]"),
+        (convert_types.node_request_from_pb, types_pb2.NodeRequest(), "a request id is 1 to 128 printable ASCII"),
+        (convert_types.node_request_from_pb, request(request_id="r" * 129), "a request id is 1 to 128 printable ASCII"),
+        (convert_types.node_request_from_pb, request(request_id="é"), "a request id is 1 to 128 printable ASCII"),
+        (convert_types.node_request_from_pb, request(request_id="a\n"), "a request id is 1 to 128 printable ASCII"),
+        (convert_types.node_request_from_pb, types_pb2.NodeRequest(request_id="r"), "token_ids is empty"),
         (
-            convert.node_request_from_pb,
+            convert_types.node_request_from_pb,
+            request(num_prompt_tokens=4),
+            r"num_prompt_tokens is 4; allowed is \[1, 3\]",
+        ),
+        (
+            convert_types.node_request_from_pb,
             types_pb2.NodeRequest(request_id="r", token_ids=[1]),
             r"num_prompt_tokens is 0; allowed is \[1, 1\]",
         ),
-        (convert.node_request_from_pb, request(tenant_salt=b"x" * 65), "tenant_salt has 65 bytes; at most 64"),
+        (convert_types.node_request_from_pb, request(tenant_salt=b"x" * 65), "tenant_salt has 65 bytes; at most 64"),
         (
-            convert.reserve_request_from_pb,
+            convert_decode.reserve_request_from_pb,
             decode_pb2.ReserveRequest(request=request(), num_tokens=2),
             "num_tokens is 2, fewer than the request's 3 tokens",
         ),
-        (convert.node_info_from_pb, node(role=0), "role 0 is unknown"),
-        (convert.node_info_from_pb, node(role=77), "role 77 is unknown"),
-        (convert.node_info_from_pb, node(instance_id=""), "an instance id has 1 to 128 characters"),
-        (convert.node_info_from_pb, node(address=""), "a node has to name the address"),
-        (convert.kv_layout_from_pb, layout(axes="kv,layer,token,head,dim"), "axes are 'kv,layer"),
-        (convert.kv_layout_from_pb, layout(num_layers=0), "num_layers is 0"),
-        (convert.kv_layout_from_pb, layout(dtype="int4"), "dtype is 'int4'"),
-        (convert.finish_reason_from_pb, 0, "finish reason 0 is unknown"),
-        (convert.tier_from_pb, 9, "tier 9 is unknown"),
-        (convert.handoff_target_from_pb, prefill_pb2.HandoffTarget(address="a:1"), "a handoff target needs"),
-        (convert.prefill_event_from_pb, prefill_pb2.PrefillEvent(), "a PrefillEvent that says nothing"),
-        (convert.decode_event_from_pb, decode_pb2.DecodeEvent(), "a DecodeEvent that says nothing"),
+        (convert_cluster.node_info_from_pb, node(role=0), "role 0 is unknown"),
+        (convert_cluster.node_info_from_pb, node(role=77), "role 77 is unknown"),
+        (convert_cluster.node_info_from_pb, node(instance_id=""), "an instance id has 1 to 128 characters"),
+        (convert_cluster.node_info_from_pb, node(address=""), "a node has to name the address"),
+        (convert_cluster.kv_layout_from_pb, layout(axes="kv,layer,token,head,dim"), "axes are 'kv,layer"),
+        (convert_cluster.kv_layout_from_pb, layout(num_layers=0), "num_layers is 0"),
+        (convert_cluster.kv_layout_from_pb, layout(dtype="int4"), "dtype is 'int4'"),
+        (convert_types.finish_reason_from_pb, 0, "finish reason 0 is unknown"),
+        (convert_kvstore.tier_from_pb, 9, "tier 9 is unknown"),
+        (convert_prefill.handoff_target_from_pb, prefill_pb2.HandoffTarget(address="a:1"), "a handoff target needs"),
+        (convert_prefill.prefill_event_from_pb, prefill_pb2.PrefillEvent(), "a PrefillEvent that says nothing"),
+        (convert_decode.decode_event_from_pb, decode_pb2.DecodeEvent(), "a DecodeEvent that says nothing"),
         (
-            convert.decode_event_from_pb,
+            convert_decode.decode_event_from_pb,
             decode_pb2.DecodeEvent(tokens=decode_pb2.TokensDecoded()),
             "a TokensDecoded event without tokens",
         ),
         (
-            convert.decode_event_from_pb,
+            convert_decode.decode_event_from_pb,
             decode_pb2.DecodeEvent(
                 tokens=decode_pb2.TokensDecoded(token_ids=[1, 2], logprobs=[types_pb2.StepLogprobs()])
             ),
             "2 token ids came with 1 log-probabilities",
         ),
-        (convert.handoff_end_from_bytes, b"", "checksum has 16 bytes, not 0"),
-        (convert.handoff_begin_from_bytes, b"\xff\xff\xff", "3 bytes that are no HandoffBegin"),
-        (convert.blocks_received_from_bytes, b"\x0a\xff", "2 bytes that are no ReceiveEvent"),
+        (convert_decode.handoff_end_from_bytes, b"", "checksum has 16 bytes, not 0"),
+        (convert_decode.handoff_begin_from_bytes, b"\xff\xff\xff", "3 bytes that are no HandoffBegin"),
+        (convert_decode.blocks_received_from_bytes, b"\x0a\xff", "2 bytes that are no ReceiveEvent"),
     ],
 )
 def test_what_the_schema_cannot_rule_out_is_refused(from_pb: Callable[[Any], Any], wire: Any, message: str) -> None:
@@ -210,13 +226,13 @@ def test_what_the_schema_cannot_rule_out_is_refused(from_pb: Callable[[Any], Any
 
 def test_the_device_tier_is_no_tier_of_the_store() -> None:
     with pytest.raises(KeyError):
-        convert.tier_to_pb(types.Tier.DEVICE)
+        convert_kvstore.tier_to_pb(Tier.DEVICE)
     assert len(kvstore_pb2.Tier.values()) == 3
 
 
 def test_log_probabilities_come_for_all_tokens_of_an_event_or_for_none() -> None:
-    step = types.StepLogprobs(types.TokenLogprob(1, -0.5), ())
-    mixed = types.TokensDecoded((types.GeneratedToken(1, step), types.GeneratedToken(2)))
+    step = StepLogprobs(TokenLogprob(1, -0.5), ())
+    mixed = TokensDecoded((GeneratedToken(1, step), GeneratedToken(2)))
 
     with pytest.raises(InvalidRequestError, match="some tokens of one event"):
-        convert.decode_event_to_pb(mixed)
+        convert_decode.decode_event_to_pb(mixed)

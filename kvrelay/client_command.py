@@ -1,0 +1,65 @@
+"""What the commands that ask a running coordinator share: its address, errors as one line, numbers for people."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvrelay.errors import KVRelayError, UnavailableError
+
+DEFAULT_ADDRESS = "127.0.0.1:7400"
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def make_parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"kvrelay {command}", description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("KVRELAY_ADDRESS", DEFAULT_ADDRESS),
+        metavar="HOST:PORT",
+        help=f"of the coordinator; default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS}",
+    )
+    return parser
+
+
+def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """The exit status of `work`; what went wrong is one line on stderr that names `command`."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    try:
+        asyncio.run(work())
+    except UnavailableError as error:
+        reason = error.message
+        if "connect" in reason.lower():
+            reason = f"no coordinator answers at {address}; start a cluster with `kvrelay up`, or name it by --address"
+        return _fail(command, reason)
+    except KVRelayError as error:
+        return _fail(command, error.message)
+    except BrokenPipeError:
+        sys.stderr.close()  # else the interpreter complains of stdout when it exits
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _fail(command: str, reason: str) -> int:
+    sys.stderr.write(f"kvrelay {command}: {reason}\n")
+    return EXIT_FAILED
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def size(num_bytes: int) -> str:
+    """Rounded for people: "0 B", "1.4 MiB"."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{num_bytes} B" if size == num_bytes else f"{size:.1f} {units[0]}"

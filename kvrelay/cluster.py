@@ -1,0 +1,64 @@
+"""Members of a cluster: what a node says of itself, and what the coordinator makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.kv.layout import KVLayout
+from kvrelay.types import BlockCounts, InstanceId, Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a node serves. `fingerprint` is a content hash of weights, config and tokenizer, in hex."""
+
+    name: str
+    fingerprint: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    layout: KVLayout
+    dtype: str
+    attention_backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """How a process introduces itself to the coordinator; `model` is set by prefill and decode nodes."""
+
+    role: Role
+    instance_id: InstanceId
+    address: str
+    model: ModelInfo | None
+    protocol_version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    ready: bool = False
+    draining: bool = False
+    blocks: BlockCounts = BlockCounts()
+    num_running: int = 0
+    num_waiting: int = 0
+    num_slots_free: int = 0
+    num_reservations: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One member as the coordinator sees it; `age_s` since its last status."""
+
+    info: NodeInfo
+    status: NodeStatus
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    nodes: tuple[NodeReport, ...]
+    num_queued: int
+    num_running: int
+    ready: bool

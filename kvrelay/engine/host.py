@@ -1,0 +1,161 @@
+"""What stands around the core of a node: the engine thread and its watchdog, membership, the way to the kvstore.
+
+A role brings its core and its requests; this starts what both kinds of node need, and closes it in reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.cluster import NodeInfo, NodeStatus
+from kvrelay.config import NodeConfig
+from kvrelay.engine.load import LoadedEngine, load_engine
+from kvrelay.engine.loop import EngineCore, EngineLoop
+from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
+from kvrelay.kv.offload import Offloader
+from kvrelay.kv.remote import StoreClient
+from kvrelay.rpc.health import Readiness
+from kvrelay.rpc.membership import Membership
+from kvrelay.types import BlockHash, InstanceId, Role
+
+HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
+
+C = TypeVar("C", bound=EngineCore)
+
+
+class EngineHost(Generic[C]):
+    """One node's. Belongs to the event loop, `make_core` apart."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        instance_id: InstanceId,
+        registry: CollectorRegistry,
+        *,
+        make_core: Callable[[LoadedEngine], C],
+        deliver: Callable[[object], None],
+        status: Callable[[], NodeStatus],
+        on_stuck: Callable[[], None],
+    ) -> None:
+        """`make_core` runs on the engine thread; `status` is also read by whoever scrapes, on another thread.
+
+        `on_stuck` gives running requests up; it is called again and again while the engine is stuck.
+        """
+        self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
+        self.readiness = Readiness()
+        self._config = config
+        self._instance_id = instance_id
+        self._registry = registry
+        self._make_core = make_core
+        self._status = status
+        self._on_stuck = on_stuck
+        self._loaded: LoadedEngine | None = None  # set on the engine thread before its start is told
+        self._offloader: Offloader | None = None
+        self._membership: Membership | None = None
+        self._closing = AsyncExitStack()
+
+    async def start(self, readiness: Readiness) -> LoadedEngine:
+        """Loads the model and makes the core. Raises ModelFileError or ConfigError."""
+        self.readiness = readiness
+        self._closing.push_async_callback(self.engine.stop)
+        await self.engine.start()
+        loaded = self.loaded
+        NodeCollector(self._registry, self._status, lambda: loaded.pool.num_evictions)
+        return loaded
+
+    @property
+    def loaded(self) -> LoadedEngine:
+        """Once started."""
+        assert self._loaded is not None
+        return self._loaded
+
+    async def open_store(
+        self, read: Callable[[C, BlockHash], bytes | None], *, batch_blocks: int = 16
+    ) -> StoreClient | None:
+        """The configured kvstore, if any; `offer` sends to it what `read` gives on the engine thread."""
+        if not self._config.kvstore:
+            return None
+
+        async def read_block(block_hash: BlockHash) -> bytes | None:
+            return await self.engine.call(lambda core: read(core, block_hash))
+
+        store = StoreClient(self._config.kvstore, self.loaded.info.layout, self.loaded.info.fingerprint)
+        self._closing.push_async_callback(store.close)
+        self._offloader = Offloader(store, read_block, batch_blocks=batch_blocks)
+        self._closing.push_async_callback(self._offloader.close)
+        await self._offloader.start()
+        StoreClientCollector(self._registry, store, self._offloader)
+        return store
+
+    def offer(self, hashes: Sequence[BlockHash]) -> None:
+        """Has finished blocks sent to the kvstore in the background; does nothing without one."""
+        if self._offloader is not None:
+            self._offloader.offer(hashes)
+
+    async def join(self, role: Role, address: str) -> None:
+        """Everything is there: joins the configured coordinator, if any, and sets readiness from now on."""
+        if self._config.coordinator:
+            info = NodeInfo(role, self._instance_id, address, self.loaded.info)
+            self._membership = Membership(self._config.coordinator, info, self._status)
+            self._closing.push_async_callback(self._membership.close)
+            await self._membership.start()
+        self._look_at_health()
+        self.spawn(self._watch_health())
+
+    def changed(self) -> None:
+        """`status` reads otherwise now: the coordinator hears of it at once."""
+        if self._membership is not None:
+            self._membership.changed()
+
+    def on_close(self, close: Callable[[], Awaitable[object]]) -> None:
+        """Has `close` called before what was started so far is closed."""
+        self._closing.push_async_callback(close)
+
+    def spawn(self, watch: Coroutine[None, None, None]) -> None:
+        """Runs `watch` until it ends or the host is closed."""
+        task = asyncio.create_task(watch)
+
+        async def stop() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._closing.push_async_callback(stop)
+
+    async def close(self) -> None:
+        """Closes what was started, also after a failed or cancelled start."""
+        await self._closing.aclose()
+
+    def _load(self) -> C:
+        """Runs on the engine thread."""
+        config = self._config
+        self._loaded = load_engine(
+            config.model,
+            name=config.model_name,
+            dtype=config.dtype,
+            num_blocks=config.num_blocks,
+            kv_bytes=config.kv_bytes,
+            block_tokens=config.block_tokens,
+            threads=config.threads,
+            device=config.device,
+        )
+        return self._make_core(self._loaded)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            self._look_at_health()
+
+    def _look_at_health(self) -> None:
+        was_ready = self.readiness.ready
+        stuck = self.engine.stuck(time.monotonic())
+        self.readiness.set(not stuck, "the engine has not finished a step for too long" if stuck else "")
+        if self.readiness.ready != was_ready:
+            self.changed()
+        if stuck:
+            self._on_stuck()

@@ -1,0 +1,113 @@
+"""What crosses between a client and the coordinator, one class per message of inference.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import CachedTokens, FinishReason, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Tokenized as it stands, special tokens recognised, no template."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Used as it stands."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Rendered by the model's chat template, then tokenized."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """As a client sends it. `request_id` empty: the coordinator chooses; `model` empty: the only one served."""
+
+    prompt: Prompt | None
+    sampling: SamplingParams = SamplingParams()
+    request_id: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request consumed, counted once, also after retries."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached: CachedTokens = CachedTokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds by the coordinator's clock, from acceptance where they name a moment."""
+
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAccepted:
+    request_id: RequestId
+    prompt_tokens: int
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensGenerated:
+    """More of an answer; `text` may lag behind the tokens."""
+
+    tokens: tuple[GeneratedToken, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """`prefill_node` and `decode_node` are the addresses that computed the answer; empty where none was needed."""
+
+    reason: FinishReason
+    usage: Usage
+    timing: Timing
+    prefill_node: str = ""
+    decode_node: str = ""
+    handoff_bytes: int = 0
+    stop_string: str = ""
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The terminal event of an accepted request that got no complete answer; fields as of kvrelay.errors."""
+
+    code: str
+    message: str
+    retryable: bool
+    retry_after_s: float = 0.0
+
+
+GenerateEvent = RequestAccepted | TokensGenerated | RequestFinished | RequestFailed

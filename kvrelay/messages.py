@@ -1,0 +1,98 @@
+"""What crosses between coordinator, prefill and decode nodes, a class a message of prefill.proto and decode.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.types import CachedTokens, FinishReason, InstanceId, RequestId, ReservationId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRequest:
+    """A request as nodes see it: ids only.
+
+    `token_ids` are the prompt, followed by earlier output when the request is resumed elsewhere.
+    `sampling` has seed and max_tokens set; stop strings are the coordinator's affair.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    tenant_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationGranted:
+    """A decode node set blocks aside; `num_cached_blocks` leading ones already hold the right KV and are pinned."""
+
+    reservation_id: ReservationId
+    instance_id: InstanceId
+    num_cached_blocks: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTarget:
+    """Where a prefill node streams KV; frames of an older attempt or for another instance are refused."""
+
+    address: str
+    instance_id: InstanceId
+    reservation_id: ReservationId
+    attempt: int
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    cached: CachedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFinished:
+    """The first token is known and, if there was a target, the decode node committed."""
+
+    first_token: GeneratedToken
+    cached: CachedTokens
+    compute_s: float
+    handoff_s: float
+    handoff_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensDecoded:
+    tokens: tuple[GeneratedToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFinished:
+    """`cached` and `compute_s` are set only when the decode node computed the prompt's tail itself."""
+
+    reason: FinishReason
+    cached: CachedTokens = CachedTokens()
+    compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffBegin:
+    reservation_id: ReservationId
+    instance_id: InstanceId
+    attempt: int
+    model_fingerprint: str
+    layout_fingerprint: str
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnd:
+    num_blocks: int
+    checksum: bytes
+    first_token: GeneratedToken
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReceived:
+    num_blocks: int
+    committed: bool

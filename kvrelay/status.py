@@ -1,0 +1,78 @@
+"""`kvrelay status`: a look at a running cluster from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvrelay.client import AsyncClient
+from kvrelay.client_command import make_parser, run, size, write
+from kvrelay.cluster import ClusterStatus, NodeReport
+
+_HEADER = ("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "RESERVED", "BLOCKS free/reserved/held/cached", "TOTAL")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the cluster as the coordinator sees it; 1 with one line on stderr when it cannot be asked."""
+    options = _parser().parse_args(argv)
+    return run("status", options.address, lambda: _status(options))
+
+
+async def _status(options: argparse.Namespace) -> None:
+    async with AsyncClient(options.address) as client:
+        status = await client.status()
+    if options.json:
+        write(json.dumps(describe(status)) + "\n")
+    else:
+        write(table(options.address, status) + "\n")
+
+
+def describe(status: ClusterStatus) -> dict[str, Any]:
+    """The object of --json."""
+    return {
+        "ready": status.ready,
+        "num_queued": status.num_queued,
+        "num_running": status.num_running,
+        "nodes": [
+            {
+                "role": report.info.role.value,
+                "address": report.info.address,
+                "instance_id": report.info.instance_id,
+                "model": report.info.model.name if report.info.model else None,
+                **asdict(report.status),
+                "age_s": report.age_s,
+            }
+            for report in status.nodes
+        ],
+    }
+
+
+def table(address: str, status: ClusterStatus) -> str:
+    state = "ready" if status.ready else "not ready"
+    lines = [f"coordinator {address}: {state}, {status.num_running} running, {status.num_queued} queued"]
+    if not status.nodes:
+        return lines[0] + "\nno node has joined"
+    rows = [_HEADER, *(_cells(report) for report in status.nodes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _cells(report: NodeReport) -> tuple[str, ...]:
+    status, blocks = report.status, report.status.blocks
+    state = "draining" if status.draining else "ready" if status.ready else "not ready"
+    if not blocks.total:
+        held = f"memory {size(status.memory_bytes)}, disk {size(status.disk_bytes)}"
+        return (report.info.role.value, report.info.address, state, "-", "-", "-", held, "-")
+    counts = f"{blocks.free}/{blocks.reserved}/{blocks.held}/{blocks.cached}"
+    numbers = (status.num_running, status.num_waiting, status.num_reservations)
+    return (report.info.role.value, report.info.address, state, *map(str, numbers), counts, str(blocks.total))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("status", "Show a running cluster: its nodes, their KV blocks, what waits and runs.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser

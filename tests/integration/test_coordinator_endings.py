@@ -1,0 +1,152 @@
+"""Requests that someone ends, and many at once, over real gRPC with fake nodes: nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrelay.client import Client
+from kvrelay.errors import (
+    CancelledError,
+    DeadlineError,
+    DuplicateRequestError,
+    NotFoundError,
+    UnavailableError,
+)
+from kvrelay.inference import TextPrompt, TokensGenerated
+from tests.support.coordinator_ends import ends, greedy, long_prompt
+from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
+
+
+@pytest.mark.parametrize("how", ["call", "rpc"])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("decode", "reserve"),
+        ("decode", "granted"),
+        ("prefill", "start"),
+        ("prefill", "compute"),
+        ("decode", "token"),
+        ("decode", "finish"),
+    ],
+)
+async def test_cancel_frees_everything(kind: str, stage: str, how: str) -> None:
+    async with ends() as cluster:
+        node = cluster.prefill[0] if kind == "prefill" else cluster.decode[0]
+        node.at[stage].hold()
+        asked = asyncio.create_task(cluster.ask(request_id="doomed"))
+        await node.until_reached(stage)
+        if how == "call":
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        else:
+            await cluster.client.cancel("doomed")
+            with pytest.raises(CancelledError, match="cancelled"):
+                await asked
+        node.at[stage].let_go()
+        await cluster.check_idle()
+        assert cluster.metric("kvrelay_request_edges_total", edge="cancelled") == 1
+
+
+@pytest.mark.parametrize("how", ["call", "rpc"])
+async def test_cancel_while_queued(how: str) -> None:
+    async with ends(blocks=10) as cluster:
+        cluster.decode[0].at["token"].hold()
+        running = asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40)))
+        await cluster.decode[0].until_reached("token")
+        waiting = asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40), request_id="doomed"))
+        await cluster.until_queued(1)
+        if how == "call":
+            waiting.cancel()
+        else:
+            await cluster.client.cancel("doomed")
+        with pytest.raises((asyncio.CancelledError, CancelledError)):
+            await waiting
+        await cluster.until_queued(0)
+        cluster.decode[0].at["token"].let_go()
+        assert (await running).token_ids == ANSWER_IDS[:40]
+        assert len(cluster.decode[0].requests) == 1
+
+
+async def test_cancel_of_a_request_that_does_not_run() -> None:
+    async with ends() as cluster:
+        with pytest.raises(NotFoundError, match="'nobody'"):
+            await cluster.client.cancel("nobody")
+
+
+async def test_duplicate_request_id() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        asked = asyncio.create_task(cluster.ask(request_id="twin"))
+        await cluster.decode[0].until_reached("token")
+        with pytest.raises(DuplicateRequestError, match="'twin'"):
+            await cluster.ask(request_id="twin")
+        cluster.decode[0].at["token"].let_go()
+        await asked
+        assert (await cluster.ask(request_id="twin")).token_ids == ANSWER_IDS  # free again
+
+
+async def test_client_deadline() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        with pytest.raises(DeadlineError):
+            await cluster.ask(timeout_s=0.3)
+        await cluster.check_idle()
+
+
+async def test_longest_life_of_a_request() -> None:
+    async with ends(request_timeout_s=0.3) as cluster:
+        cluster.decode[0].at["token"].hold()
+        with pytest.raises(DeadlineError, match=r"longer than 0\.3 s"):
+            await cluster.ask()
+
+
+async def test_drain_lets_running_requests_finish_and_takes_no_more() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        asked = asyncio.create_task(cluster.ask())
+        await cluster.decode[0].until_reached("token")
+        draining = asyncio.create_task(cluster.app.drain(10.0))
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="draining"):
+            await cluster.ask()
+        cluster.decode[0].at["token"].let_go()
+        assert (await asked).token_ids == ANSWER_IDS
+        await draining
+
+
+async def test_drain_ends_what_outlives_the_grace_period() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        asked = asyncio.create_task(cluster.ask())
+        await cluster.decode[0].until_reached("token")
+        await cluster.app.drain(0.1)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await asked
+
+
+async def test_sixteen_at_once() -> None:
+    async with ends(num_prefill=2, num_decode=2, blocks=40) as cluster:
+        outcomes = await asyncio.gather(*(cluster.ask() for _ in range(16)))
+        assert {outcome.token_ids for outcome in outcomes} == {ANSWER_IDS}
+        assert all(node.requests for node in cluster.nodes)
+        assert cluster.metric("kvrelay_request_success_total", reason="stop") == 16
+
+
+async def test_blocking_client() -> None:
+    def use(address: str) -> tuple[str, bool, str]:
+        with Client(address) as client:
+            text = "".join(
+                event.text for event in client.generate(long_prompt(), greedy()) if isinstance(event, TokensGenerated)
+            )
+            for event in client.generate(long_prompt(), greedy()):
+                if isinstance(event, TokensGenerated):
+                    break
+            ids = client.tokenize(TextPrompt("hello"))
+            return text, client.status().ready, client.detokenize(ids)
+
+    async with ends() as cluster:
+        assert await asyncio.to_thread(use, cluster.address) == (ANSWER_TEXT, True, "hello")
+        assert (await cluster.client.get_model()).name == "bytes"

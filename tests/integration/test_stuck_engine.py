@@ -1,0 +1,111 @@
+"""An engine that finishes no step while its node's event loop lives: the node's own watchdog ends its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decode_node.config import DecodeConfig
+from decode_node.main import DecodeApp
+from kvrelay.errors import UnavailableError
+from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
+from kvrelay.messages import NodeRequest
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.nodes import DecodeClient, PrefillClient
+from kvrelay.sampling import SamplingParams
+from kvrelay.types import InstanceId, RequestId
+from prefill_node.config import PrefillConfig
+from prefill_node.main import PrefillApp
+from tests.support.coordinator_ends import ends, greedy
+from tests.support.hosting import hosted
+from tests.support.tiny_model import make_tiny_model
+
+WATCHDOG_S = 1.0
+TIMEOUT_S = 60.0
+REQUEST = NodeRequest(RequestId("r"), tuple(range(3, 53)), 50, SamplingParams(temperature=0.0, seed=1, max_tokens=900))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=5)
+
+
+def settings(model: Path) -> Any:
+    return {"model": model, "dtype": "float32", "threads": 1, "num_blocks": 64, "watchdog_s": WATCHDOG_S}
+
+
+@asynccontextmanager
+async def stuck(app: DecodeApp | PrefillApp) -> AsyncIterator[None]:
+    """Inside, the engine thread stands still."""
+    may_go_on = threading.Event()
+    app.host.engine.post(lambda core: may_go_on.wait(TIMEOUT_S))
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+@asynccontextmanager
+async def served(app: DecodeApp | PrefillApp) -> AsyncIterator[grpc.aio.Channel]:
+    async with hosted(app) as address, open_channel(address) as channel:
+        yield channel
+
+
+async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model: Path) -> None:
+    app = DecodeApp(DecodeConfig(**settings(model)), InstanceId("decode"), CollectorRegistry())
+    async with asyncio.timeout(TIMEOUT_S), served(app) as channel:
+        client = DecodeClient(channel)
+        granted = await client.reserve(REQUEST, 950, TIMEOUT_S)
+        async with client.decode(granted.reservation_id, compute_tail=True) as events, stuck(app):
+            with pytest.raises(UnavailableError, match="engine is stuck; resume on another"):
+                async for _ in events:
+                    pass
+            assert not app.status().ready
+        while not app.status().ready or app.status().blocks.held:
+            await asyncio.sleep(0.01)  # the watchdog looks four times a second
+
+
+async def test_a_prefill_call_ends(model: Path) -> None:
+    app = PrefillApp(PrefillConfig(**settings(model)), InstanceId("prefill"), CollectorRegistry())
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        served(app) as channel,
+        stuck(app),
+        PrefillClient(channel).prefill(REQUEST, None) as events,
+    ):
+        with pytest.raises(UnavailableError, match="engine is stuck; use another"):
+            await anext(events)
+
+
+async def test_an_answer_goes_on_elsewhere(model: Path) -> None:
+    """The engine that decodes it stops in the middle; the client sees a pause, and every token once."""
+    prompt, sampling = TokenPrompt(REQUEST.token_ids), greedy(max_tokens=600, ignore_eos=True)
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(ends(num_prefill=0, num_decode=0))
+        common = settings(model) | {"coordinator": cluster.address}
+        prefill = PrefillApp(PrefillConfig(**common), InstanceId("prefill"), CollectorRegistry())
+        decode = [
+            DecodeApp(DecodeConfig(**common), InstanceId(f"decode-{number}"), CollectorRegistry()) for number in (1, 2)
+        ]
+        for app in (prefill, *decode):
+            await stack.enter_async_context(hosted(app))
+        await cluster.until_status(lambda status: sum(node.status.ready for node in status.nodes) == 3)
+        expected = await cluster.ask(prompt, sampling)
+        events = aiter(cluster.client.generate(prompt, sampling))
+        begun = [await anext(events), await anext(events)]
+        (running,) = [app for app in decode if app.status().num_running]
+        async with stuck(running):
+            rest = [event async for event in events]
+        tokens = [token for event in (*begun, *rest) if isinstance(event, TokensGenerated) for token in event.tokens]
+        assert tuple(token.token_id for token in tokens) == expected.token_ids
+        finished = rest[-1]
+        assert isinstance(finished, RequestFinished)
+        assert (finished.retries, finished.usage.completion_tokens) == (1, 600)

@@ -1,0 +1,59 @@
+"""The facts and figures of an answer as a client saw it arrive."""
+
+from __future__ import annotations
+
+from kvrelay.client_answer import ClientAnswer, describe, facts, percentiles
+from kvrelay.inference import RequestAccepted, RequestFinished, Timing, TokensGenerated, Usage
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import CachedTokens, FinishReason, RequestId
+
+
+def test_percentiles() -> None:
+    assert percentiles([]) == (0.0, 0.0)
+    assert percentiles([0.5]) == (0.5, 0.5)
+    assert percentiles([float(n) for n in range(101)]) == (50.0, 95.0)
+
+
+def finished_answer() -> ClientAnswer:
+    answer = ClientAnswer(started_at=10.0)
+    answer.accepted = RequestAccepted(RequestId("r"), 100, seed=7, max_tokens=3)
+    answer.add(TokensGenerated((GeneratedToken(4),), "a"), 10.25)
+    answer.add(TokensGenerated((GeneratedToken(5), GeneratedToken(6)), "bc"), 10.35)
+    answer.add(TokensGenerated((), "d"), 10.9)  # held back text comes without a token
+    answer.finished = RequestFinished(
+        FinishReason.LENGTH,
+        Usage(100, 3, CachedTokens(device=64, disk=16)),
+        Timing(0.125, 0.25, 1.0, 0.5, 0.0625),
+        prefill_node="a:1",
+        decode_node="b:2",
+        handoff_bytes=1_572_864,
+    )
+    return answer
+
+
+def test_facts() -> None:
+    assert facts(finished_answer()) == (
+        "[100 prompt tokens (cached: 64 device, 16 disk) | 3 tokens out (length) | TTFT 250 ms | "
+        "inter-token p50 50 ms, p95 50 ms | KV handed over 1.5 MiB]"
+    )
+
+
+def test_json() -> None:
+    described = describe(finished_answer())
+    assert described.pop("timing")["prefill_s"] == 0.5
+    assert described == {
+        "request_id": "r",
+        "text": "abcd",
+        "token_ids": [4, 5, 6],
+        "finish_reason": "length",
+        "stop_string": "",
+        "seed": 7,
+        "usage": {
+            "prompt_tokens": 100,
+            "completion_tokens": 3,
+            "cached_tokens": {"device": 64, "memory": 0, "disk": 16},
+        },
+        "nodes": {"prefill": "a:1", "decode": "b:2"},
+        "handoff_bytes": 1_572_864,
+        "retries": 0,
+    }

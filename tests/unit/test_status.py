@@ -1,0 +1,39 @@
+"""What `kvrelay status` prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from kvrelay import status
+from kvrelay.cluster import ClusterStatus, NodeInfo, NodeReport, NodeStatus
+from kvrelay.types import BlockCounts, InstanceId, Role
+from tests.support.coordinator_ends import ends
+
+
+def test_status_table() -> None:
+    def report(role: Role, port: int, node_status: NodeStatus) -> NodeReport:
+        return NodeReport(NodeInfo(role, InstanceId("i"), f"127.0.0.1:{port}", None), node_status, 0.1)
+
+    blocks = BlockCounts(total=30, free=20, reserved=1, held=2, cached=7)
+    nodes = (
+        report(Role.DECODE_NODE, 7420, NodeStatus(ready=True, blocks=blocks, num_running=3, num_reservations=1)),
+        report(Role.KVSTORE, 7401, NodeStatus(ready=True, memory_bytes=2**20, disk_bytes=0)),
+    )
+    assert status.table("127.0.0.1:7400", ClusterStatus(nodes, 2, 3, ready=True)).splitlines() == [
+        "coordinator 127.0.0.1:7400: ready, 3 running, 2 queued",
+        "ROLE         ADDRESS         STATE  RUNNING  WAITING  RESERVED  BLOCKS free/reserved/held/cached  TOTAL",
+        "decode-node  127.0.0.1:7420  ready  3        0        1         20/1/2/7                          30",
+        "kvstore      127.0.0.1:7401  ready  -        -        -         memory 1.0 MiB, disk 0 B          -",
+    ]
+
+
+async def test_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ends() as cluster:
+        address = ["--address", cluster.address]
+        assert await asyncio.to_thread(status.main, address) == 0
+        assert "decode-node" in capsys.readouterr().out
+        assert await asyncio.to_thread(status.main, ["--json", *address]) == 0
+        assert json.loads(capsys.readouterr().out)["nodes"][0]["role"] == "prefill-node"
