@@ -17,6 +17,8 @@ from kvrelay.types import BlockHash, InstanceId, Role
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_S = 0.5  # until what found no room tries again although no status told of any
+
 
 class Cluster:
     """Belongs to the event loop. `on_change` is called when there may be more room, or fewer nodes, than before."""
@@ -28,6 +30,7 @@ class Cluster:
         self._caches = {role: PrefixIndex() for role in (Role.PREFILL_NODE, Role.DECODE_NODE)}
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._timer: asyncio.TimerHandle | None = None
+        self._second_look: asyncio.TimerHandle | None = None
 
     def join(self, info: NodeInfo) -> Member:
         """Raises as Members.join."""
@@ -48,6 +51,12 @@ class Cluster:
         """Its Join stream ended; the work it does for us goes on until it proves dead."""
         self.members.disconnect(member)
         self._on_change()
+
+    def look_again(self) -> None:
+        """A request found no room. Soon it is worth another try, whatever the nodes tell: one that could not be
+        reached has nothing to tell, and what was full for a moment may be as before in its next status."""
+        if self._second_look is None:
+            self._second_look = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._on_second_look)
 
     def cached(self, role: Role, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
         """Leading blocks that each node of a role probably has."""
@@ -76,12 +85,19 @@ class Cluster:
                 self._guards.pop(member.info.instance_id, None)
 
     def close(self) -> None:
+        for timer in (self._timer, self._second_look):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._second_look = None
+
+    def _on_second_look(self) -> None:
+        self._second_look = None
+        self._on_change()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _set_timer(self) -> None:
-        self.close()
         expiry = self.members.next_expiry()
         if expiry is not None:
             self._timer = asyncio.get_running_loop().call_at(expiry, self._expire)

@@ -64,7 +64,7 @@ class Nodes:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, own_connection=True)
         return self._channels[address]
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

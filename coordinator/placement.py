@@ -120,6 +120,7 @@ class Placer:
         else:
             self._lifetime.take(Edge.REFUSED)
             self._admission.refused(self._ticket)
+            self._cluster.look_again()
         return found, placement
 
     async def _ask_for_room(self) -> tuple[bool, Placement | None]:
@@ -152,7 +153,8 @@ class Placer:
         except KVRelayError as error:
             if not may_succeed_elsewhere(error):
                 raise
-            logger.warning("%s: reserving on %s failed: %s", self._state.request_id, address, error)
+            if member.info.instance_id not in self._state.avoid:  # once, not at every try
+                logger.warning("%s: reserving on %s failed: %s", self._state.request_id, address, error)
             self._state.avoid.add(member.info.instance_id)
             return None
 

@@ -43,7 +43,7 @@ class Text:
     ) -> tuple[int, ...]:
         """Token ids of a prompt, at least one. Raises InvalidRequestError, or OverloadedError if too many are long.
 
-        A text that cannot possibly fit into `max_model_len` tokens is a PromptTooLongError before it is tokenized.
+        One that cannot possibly fit into `max_model_len` tokens is a PromptTooLongError before more work is done on it.
         """
         if prompt is None:
             raise InvalidRequestError("the request has no prompt; set one of text, token_ids or chat")
@@ -53,6 +53,8 @@ class Text:
             token_ids = await self._encode_chat(prompt.messages, max_model_len)
         else:
             token_ids = prompt.token_ids
+            if max_model_len is not None and len(token_ids) > max_model_len:
+                raise PromptTooLongError(f"the prompt has {len(token_ids)} tokens; the model takes {max_model_len}")
             check_token_ids("token_ids", token_ids, vocab_size)
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it needs at least one token")

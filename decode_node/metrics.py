@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from decode_node.engine import StepDone
 from kvrelay.engine.metrics import HandoffMetrics
 from kvrelay.metrics import STEP_BUCKETS
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class DecodeMetrics:
@@ -36,7 +38,9 @@ class DecodeMetrics:
         self._step_seconds = Histogram(
             "kvrelay_decode_step_seconds", "Duration of one engine step.", buckets=STEP_BUCKETS, registry=registry
         )
-        self._batch_rows = Gauge("kvrelay_decode_batch_rows", "Sequences in the latest step.", registry=registry)
+        self._batch_rows = Histogram(
+            "kvrelay_decode_batch_rows", "Sequences in one engine step.", buckets=BATCH_BUCKETS, registry=registry
+        )
 
     def block_received(self) -> None:
         self._blocks_received.inc()
@@ -53,6 +57,6 @@ class DecodeMetrics:
     def stepped(self, step: StepDone) -> None:
         self._generated.inc(sum(advanced.token is not None for advanced in step.advanced))
         self._computed.inc(step.num_tokens)
-        self._batch_rows.set(step.num_rows)
         if step.num_rows:
+            self._batch_rows.observe(step.num_rows)
             self._step_seconds.observe(step.step_s)

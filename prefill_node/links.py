@@ -15,6 +15,11 @@ from kvrelay.rpc.channel import open_channel
 MAX_IDLE_LINKS = 32  # decode nodes come and go under new addresses; those not seen for longest are let go
 
 
+def open_own(address: str) -> grpc.aio.Channel:
+    """A channel whose connection no other shares: a fresh one does not wait out the reconnect delay of its past."""
+    return open_channel(address, own_connection=True)
+
+
 @dataclass(slots=True, eq=False)
 class _Link:
     channel: grpc.aio.Channel
@@ -25,9 +30,7 @@ class _Link:
 class DecodeLinks:
     """One channel for each decode node in use. Belongs to the event loop."""
 
-    def __init__(
-        self, open_link: Callable[[str], grpc.aio.Channel] = open_channel, max_idle: int = MAX_IDLE_LINKS
-    ) -> None:
+    def __init__(self, open_link: Callable[[str], grpc.aio.Channel] = open_own, max_idle: int = MAX_IDLE_LINKS) -> None:
         self._open_link = open_link
         self._max_idle = max_idle
         self._links: dict[str, _Link] = {}  # least recently taken first

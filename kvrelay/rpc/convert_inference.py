@@ -43,6 +43,14 @@ def chat_from_pb(wire: inference_pb2.Chat) -> ChatPrompt:
 
 
 def generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateRequest:
+    """Raises InvalidRequestError for values that the schema cannot carry, such as negative counts."""
+    try:
+        return _generate_request_to_pb(request)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(f"the request has a value out of range: {error}") from error
+
+
+def _generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateRequest:
     wire = inference_pb2.GenerateRequest(
         request_id=request.request_id,
         model=request.model,

@@ -122,20 +122,20 @@ def _fail(role: Role, error: KVRelayError) -> int:
 async def _serve(make_app: MakeApp[C], config: C, role: Role, instance_id: InstanceId) -> None:
     registry = metrics.new_registry(role.value, instance_id, _version())
     server = rpc_server.make_server(on_error=_error_counter(registry))
-    async with AsyncExitStack() as closing:
-        app = make_app(config, instance_id, registry)
-        closing.push_async_callback(_close, role.value, app.close)
-        readiness = Readiness(app.service_names)
-        app.register(server)
-        readiness.register(server)
-        rpc_server.add_reflection(server, app.service_names)
-        address = advertised_address(config, rpc_server.bind(server, config.host, config.port))
-        if config.metrics_port >= 0:
-            endpoint = metrics.serve(registry, config.host, config.metrics_port)
-            closing.callback(endpoint.close)
-            logger.info("metrics on http://%s:%d/metrics", config.host, endpoint.port)
-        closing.push_async_callback(_close, "the server", lambda: server.stop(None))
-        with _signals() as signals:
+    with _signals() as signals:  # to the very end: a signal must not cut the closing short
+        async with AsyncExitStack() as closing:
+            app = make_app(config, instance_id, registry)
+            closing.push_async_callback(_close, role.value, app.close)
+            readiness = Readiness(app.service_names)
+            app.register(server)
+            readiness.register(server)
+            rpc_server.add_reflection(server, app.service_names)
+            address = advertised_address(config, rpc_server.bind(server, config.host, config.port))
+            if config.metrics_port >= 0:
+                endpoint = metrics.serve(registry, config.host, config.metrics_port)
+                closing.callback(endpoint.close)
+                logger.info("metrics on http://%s:%d/metrics", config.host, endpoint.port)
+            closing.push_async_callback(_close, "the server", lambda: server.stop(None))
             await server.start()
             if await _until_told_to_stop(app, address, role, readiness, signals):
                 await _drain(app, server, readiness, config.grace_s, signals)
@@ -205,6 +205,7 @@ class _Signals:
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
+    """SIGTERM and SIGINT, taken until the process has ended: after the block they are ignored, since it is ending."""
     loop, signals = asyncio.get_running_loop(), _Signals()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.receive)
@@ -213,6 +214,7 @@ def _signals() -> Iterator[_Signals]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _version() -> str:

@@ -93,7 +93,7 @@ async def test_cold_one_after_another(client: AsyncClient) -> None:
 
 
 async def test_prefix_on_the_devices(client: AsyncClient) -> None:
-    answers = await ask_all(client, concurrency=1)
+    answers = await ask_all(client, concurrency=4)
     check(answers)
     for case, answer in zip(CASES, answers, strict=True):
         assert answer.finished.usage.cached == CachedTokens(device=full_blocks(case.prompt_ids)), case.name
@@ -108,7 +108,7 @@ async def test_prefix_in_the_stores_memory_after_both_nodes_restarted(cluster: C
     await wait_until_stored(cluster, "memory", NUM_STORED_BLOCKS)
     await asyncio.to_thread(restart, *cluster.prefill, *cluster.decode)
     await wait_until_quiet(client, NUM_NODES)
-    answers = await ask_all(client, concurrency=1)
+    answers = await ask_all(client, concurrency=4)
     check(answers)
     for case, answer in zip(CASES, answers, strict=True):
         cached = answer.finished.usage.cached

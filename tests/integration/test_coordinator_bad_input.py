@@ -66,6 +66,9 @@ ROWS = [
     row(
         "chat that cannot fit", "a prompt of 1024 tokens has 13312 at most", TOO_LONG, top=chat(("user", "x" * 13_313))
     ),
+    row(
+        "more token ids than the model takes", "has 1025 tokens; the model takes 1024", TOO_LONG, top=ids(*[999] * 1025)
+    ),
     row("prompt and answer too long", "together 1025", TOO_LONG, top={"text": "x" * 900}, max_tokens=125),
     row("answer alone too long", "max_tokens is 4294967295", TOO_LONG, max_tokens=2**32 - 1),
     row("never fits decode", "need 33 KV blocks", NEVER_FITS, top={"text": "x" * 500}, max_tokens=13),

@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from kvrelay.errors import (
-    OverloadedError,
-)
+from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
 from tests.support.coordinator_ends import TIMEOUT_S, ends, greedy
 from tests.support.fake_nodes import ANSWER_IDS
 
@@ -28,6 +26,13 @@ async def test_waits_for_room_and_goes_in_order() -> None:
         assert [request.request_id.partition("#")[0] for request in node.requests] == ["first", "second", "third"]
         assert node.max_reserved == 9
         assert outcomes[2].finished.timing.queue_s > outcomes[0].finished.timing.queue_s
+
+
+@pytest.mark.parametrize("failure", [UnavailableError("failed to connect"), OverloadedError("full, for a moment")])
+async def test_reserve_that_failed_once_is_tried_again_though_no_status_ever_changes(failure: KVRelayError) -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["reserve"].failures = [failure]
+        assert (await cluster.ask()).token_ids == ANSWER_IDS
 
 
 async def test_waits_for_a_prefill_slot_without_reserving() -> None:

@@ -155,6 +155,18 @@ async def test_a_second_signal_hastens_the_drain() -> None:
         assert "CLOSED" in await running.rest()
 
 
+async def test_signals_do_not_cut_short_what_closes_the_process() -> None:
+    async with fake_role("--failure", "slow-close") as running:
+        await running.ready_address()
+        running.terminate()
+        for stage in ("CLOSING", "EXITING"):
+            await running.saw(stage)
+            running.terminate()
+
+        assert await running.child.wait() == 0
+        assert (await running.rest()).endswith("EXITED\n")
+
+
 async def test_a_health_watcher_does_not_hold_up_the_exit() -> None:
     async with fake_role("--grace-s", "3600") as running, open_channel(await running.ready_address()) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

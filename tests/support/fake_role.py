@@ -6,7 +6,9 @@ Its Hold method (raw, unary-stream) answers "held", then holds its call until `h
 from __future__ import annotations
 
 import asyncio
+import atexit
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ SERVICE = "kvrelay.pb.Fake"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeConfig(RoleConfig):
     hold_s: float = option(0.0, "how long Hold holds its call", unit="s")
-    failure: str = option("", "what goes wrong", choices=("", "model", "bug", "slow-start", "close"))
+    failure: str = option("", "what goes wrong", choices=("", "model", "bug", "slow-start", "close", "slow-close"))
 
 
 class FakeApp:
@@ -67,9 +69,19 @@ class FakeApp:
             await ended.wait()
 
     async def close(self) -> None:
+        if self._config.failure == "slow-close":
+            sys.stderr.write("CLOSING\n")
+            await asyncio.sleep(0.5)
+            atexit.register(_exit_slowly)
         sys.stderr.write("CLOSED\n")
         if self._config.failure == "close":
             raise OSError("cannot close")
+
+
+def _exit_slowly() -> None:
+    sys.stderr.write("EXITING\n")
+    time.sleep(0.5)
+    sys.stderr.write("EXITED\n")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from kvrelay import errors
 from kvrelay.cluster import NodeStatus
 from kvrelay.errors import InvalidRequestError, KVRelayError
+from kvrelay.inference import GenerateRequest, TokenPrompt
 from kvrelay.kv.layout import KVLayout
 from kvrelay.messages import HandoffTarget, NodeRequest, PrefillStarted, TokensDecoded
 from kvrelay.pb import cluster_pb2, decode_pb2, kvstore_pb2, prefill_pb2, types_pb2
-from kvrelay.rpc import convert_cluster, convert_decode, convert_errors, convert_kvstore, convert_prefill, convert_types
+from kvrelay.rpc import (
+    convert_cluster,
+    convert_decode,
+    convert_errors,
+    convert_inference,
+    convert_kvstore,
+    convert_prefill,
+    convert_types,
+)
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 from kvrelay.types import CachedTokens, FinishReason, Role, Tier
 from tests.support import messages
@@ -236,3 +245,14 @@ def test_log_probabilities_come_for_all_tokens_of_an_event_or_for_none() -> None
 
     with pytest.raises(InvalidRequestError, match="some tokens of one event"):
         convert_decode.decode_event_to_pb(mixed)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(seed=2**64), SamplingParams(top_k=-1), SamplingParams(logit_bias={-1: 1.0})],
+    ids=["seed", "top_k", "logit_bias"],
+)
+def test_values_the_schema_cannot_carry_are_refused_by_the_client(sampling: SamplingParams) -> None:
+    request = GenerateRequest(TokenPrompt((1,)), sampling)
+    with pytest.raises(InvalidRequestError, match="out of range"):
+        convert_inference.generate_request_to_pb(request)
