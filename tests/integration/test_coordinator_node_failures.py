@@ -186,3 +186,15 @@ async def test_last_decode_node_gone_fails_the_request_in_bounded_time() -> None
         await cluster.decode[0].stop()
         with pytest.raises(UnavailableError):
             await asked
+
+
+async def test_decode_node_that_does_not_answer_a_reserve_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.nodes.RESERVE_TIMEOUT_S", 0.2)
+    async with ends(num_decode=2) as cluster:
+        silent, other = cluster.decode
+        silent.at["reserve"].hold()
+        outcome = await cluster.ask()
+        assert silent.reached["reserve"] == 1
+        assert outcome.token_ids == ANSWER_IDS
+        assert outcome.finished.decode_node == other.address
+        silent.at["reserve"].let_go()

@@ -10,6 +10,7 @@ import pytest
 from kvrelay.errors import (
     BadLogitsError,
     CancelledError,
+    CorruptBlockError,
     DeadlineError,
     DuplicateRequestError,
     KVRelayError,
@@ -161,6 +162,27 @@ async def test_a_short_tail_is_computed_here() -> None:
             assert token_ids == list(range(20, 40))
             assert (finished.reason, finished.cached) == (FinishReason.LENGTH, CachedTokens(device=cached))
             assert finished.compute_s > 0
+
+
+async def test_tenants_share_nothing() -> None:
+    ours, theirs = (dataclasses.replace(REQUEST, tenant_salt=salt) for salt in (b"ours", b"theirs"))
+    async with decode_node() as harness:
+        granted = await reserve(harness, ours)
+        await hand_over(harness, Handoff(harness.node.info, ours, granted).messages())
+        await harness.client.release(granted.reservation_id)
+        for request, num_cached_blocks in ((ours, 2), (theirs, 0), (REQUEST, 0)):
+            granted = await reserve(harness, request)
+            assert granted.num_cached_blocks == num_cached_blocks
+            await harness.client.release(granted.reservation_id)
+
+
+async def test_blocks_of_another_tenant_are_refused() -> None:
+    async with decode_node() as harness:
+        granted = await reserve(harness, dataclasses.replace(REQUEST, tenant_salt=b"ours"))
+        theirs = Handoff(harness.node.info, dataclasses.replace(REQUEST, tenant_salt=b"theirs"), granted)
+        with pytest.raises(CorruptBlockError, match="block 0 has hash"):
+            await hand_over(harness, theirs.messages())
+        await harness.client.release(granted.reservation_id)
 
 
 async def test_requests_decode_side_by_side() -> None:

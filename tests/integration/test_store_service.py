@@ -289,6 +289,32 @@ async def test_a_store_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) 
         assert client.num_failures == 1
 
 
+@pytest.mark.parametrize("call", ["match", "missing", "put"])
+async def test_a_store_that_does_not_answer_a_call_is_given_up(call: str) -> None:
+    class HangingStore(kvstore_pb2_grpc.KVStoreServicer):
+        async def Match(self, request: kvstore_pb2.MatchRequest, context: object) -> kvstore_pb2.MatchReply:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        def register(self, server: grpc.aio.Server) -> None:
+            kvstore_pb2_grpc.add_KVStoreServicer_to_server(self, server)
+            server.add_generic_rpc_handlers((raw.raw_methods(raw.KV_TRANSFER, stream_unary={"Put": self.put}),))
+
+        async def put(self, messages: AsyncIterator[bytes], context: object) -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async with (
+        serving(HangingStore().register) as port,
+        client_of(f"127.0.0.1:{port}", timeout_s=0.2) as client,
+        asyncio.timeout(10),
+    ):
+        ask = {"match": client.match, "missing": client.missing}
+        given: object = await (client.put([block(1)]) if call == "put" else ask[call](hashes(1)))
+        assert given == (0 if call == "put" else [])
+        assert client.num_failures == 1
+
+
 async def test_a_dead_store_is_a_miss_then_left_alone_then_found_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

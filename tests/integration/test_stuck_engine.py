@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from decode_node.config import DecodeConfig
@@ -28,6 +29,7 @@ from tests.support.coordinator_ends import ends, greedy
 from tests.support.hosting import hosted
 from tests.support.tiny_model import make_tiny_model
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 WATCHDOG_S = 1.0
 TIMEOUT_S = 60.0
 REQUEST = NodeRequest(RequestId("r"), tuple(range(3, 53)), 50, SamplingParams(temperature=0.0, seed=1, max_tokens=900))
@@ -59,6 +61,12 @@ async def served(app: DecodeApp | PrefillApp) -> AsyncIterator[grpc.aio.Channel]
         yield channel
 
 
+async def health(channel: grpc.aio.Channel, service: str = "kvrelay.pb.Decode") -> list[int]:
+    """What a load balancer would be told: of the process and of its service."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    return [(await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in ("", service)]
+
+
 async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model: Path) -> None:
     app = DecodeApp(DecodeConfig(**settings(model)), InstanceId("decode"), CollectorRegistry())
     async with asyncio.timeout(TIMEOUT_S), served(app) as channel:
@@ -69,8 +77,11 @@ async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model
                 async for _ in events:
                     pass
             assert not app.status().ready
-        while not app.status().ready or app.status().blocks.held:
+            assert app.host.readiness.reason == "the engine has not finished a step for too long"
+            assert await health(channel) == [NOT_SERVING] * 2
+        while not (app.status().ready and app.host.readiness.ready) or app.status().blocks.held:
             await asyncio.sleep(0.01)  # the watchdog looks four times a second
+        assert await health(channel) == [SERVING] * 2
 
 
 async def test_a_prefill_call_ends(model: Path) -> None:
@@ -83,6 +94,8 @@ async def test_a_prefill_call_ends(model: Path) -> None:
     ):
         with pytest.raises(UnavailableError, match="engine is stuck; use another"):
             await anext(events)
+        assert not app.status().ready
+        assert await health(channel, "kvrelay.pb.Prefill") == [NOT_SERVING] * 2
 
 
 async def test_an_answer_goes_on_elsewhere(model: Path) -> None:

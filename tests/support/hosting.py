@@ -13,12 +13,12 @@ from kvrelay.rpc.process import App
 @asynccontextmanager
 async def hosted(app: App) -> AsyncIterator[str]:
     """The address of the started app; it is closed, and its server stopped, on the way out."""
-    server = rpc_server.make_server()
+    server, readiness = rpc_server.make_server(), Readiness(app.service_names)
     app.register(server)
+    readiness.register(server)
     address = f"127.0.0.1:{rpc_server.bind(server, '127.0.0.1', 0)}"
     await server.start()
     try:
-        readiness = Readiness(app.service_names)
         await app.start(address, readiness)
         await readiness.wait_ready()
         yield address

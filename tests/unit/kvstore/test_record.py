@@ -22,6 +22,14 @@ def test_round_trip(slab: bytes) -> None:
     assert len(value) == record.record_bytes(len(slab))
 
 
+def test_a_record_is_a_golden_value() -> None:
+    """Stores hold blocks under this layout: a release that changes it reads none of an earlier one's."""
+    value = record.pack(bytes(range(48)), StoredBlock(b"slab", b"16 bytes of xxh3"))
+    header = "4b565242010000000400000000000000" + bytes(range(48)).hex() + b"16 bytes of xxh3".hex()
+    assert value.hex().startswith(header + b"slab".hex())
+    assert value[84:] == bytes(4080 - 84)
+
+
 @pytest.mark.parametrize(("slab_bytes", "pages"), [(0, 1), (4_000, 1), (4_001, 2), (368_640, 91)])
 def test_a_record_fills_whole_pages(slab_bytes: int, pages: int) -> None:
     """80 bytes of header and LMDB's 16: a value of k * 4096 - 16 bytes takes k pages, one byte more takes k + 1."""

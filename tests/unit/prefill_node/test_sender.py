@@ -212,3 +212,18 @@ async def test_cancelling_breaks_the_stream(handoff: Handoff) -> None:
         await sending
     await handoff.receiver.wait_for_close()
     assert handoff.receiver.end is None
+
+
+async def test_a_write_that_does_not_get_through_is_given_up(handoff: Handoff, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flow control of the connection holds it, and nobody answers."""
+
+    async def write(call: object, message: bytes) -> None:
+        await asyncio.Event().wait()
+
+    call = raw.stream_stream(handoff.channel, raw.KV_TRANSFER, "Receive")()
+    monkeypatch.setattr(type(call), "write", write)
+    call.cancel()
+    handoff.admit(20)
+    async with asyncio.timeout(10):
+        with pytest.raises(UnavailableError, match=r"no progress on the KV stream for 0\.1 s"):
+            await handoff.send(20, stall_s=0.1)
