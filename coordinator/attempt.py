@@ -88,10 +88,10 @@ class Attempt:
 
     async def _decode(self, placement: Placement) -> None:
         """Reads the answer's tokens until it is complete."""
-        client = self._cluster.nodes.decode(placement.address)
+        client, limit_s = self._cluster.nodes.decode(placement.address), self._limits.request_timeout_s
         async with (
             self._cluster.while_member(placement.decode),
-            client.decode(placement.granted.reservation_id, compute_tail=placement.is_tail) as events,
+            client.decode(placement.granted.reservation_id, placement.is_tail, timeout_s=limit_s) as events,
         ):
             async for event in events:
                 if isinstance(event, TokensDecoded):
@@ -147,11 +147,11 @@ class Attempt:
     async def _prefill_on(
         self, member: Member, hashes: list[BlockHash], target: HandoffTarget | None
     ) -> PrefillFinished:
-        client = self._cluster.nodes.prefill(member.info.address)
+        client, limit_s = self._cluster.nodes.prefill(member.info.address), self._limits.request_timeout_s
         self._cluster.assigned(member, hashes)
         async with (
             self._cluster.while_member(member),
-            client.prefill(self._state.node_request(), target) as events,
+            client.prefill(self._state.node_request(), target, timeout_s=limit_s) as events,
         ):
             async for event in events:
                 if isinstance(event, PrefillStarted):

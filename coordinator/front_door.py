@@ -52,7 +52,11 @@ class FrontDoor:
         self._admission = admission
         self._metrics = metrics
         self._limits = Limits(
-            config.max_queue_wait_s, config.max_retries, config.local_tail_tokens, config.member_timeout_s
+            max_queue_wait_s=config.max_queue_wait_s,
+            max_retries=config.max_retries,
+            local_tail_tokens=config.local_tail_tokens,
+            no_node_wait_s=config.member_timeout_s,
+            request_timeout_s=config.request_timeout_s,
         )
         self._node_ids = (f"#{instance_id[:16]}.{number:x}" for number in itertools.count(1))
         self._running: dict[RequestId, RunningRequest] = {}

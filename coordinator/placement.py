@@ -26,6 +26,7 @@ class Limits:
     max_retries: int
     local_tail_tokens: int
     no_node_wait_s: float  # how long an accepted request waits while no node of a role it needs is there
+    request_timeout_s: float  # of the whole request; a node's call gets it too, should our own end not reach it
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kvrelay.cluster import ModelInfo
 from kvrelay.engine.runner import ModelRunner
 from kvrelay.errors import ConfigError
 from kvrelay.kv.cache import PagedKVCache
+from kvrelay.kv.frame import HEADER_BYTES
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
 from kvrelay.model.attention import choose_backend
@@ -20,6 +21,7 @@ from kvrelay.model.config import ModelConfig
 from kvrelay.model.fingerprint import model_fingerprint
 from kvrelay.model.sampler import Sampler
 from kvrelay.model.weights import load_decoder
+from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ def load_engine(
         torch.set_num_threads(threads)
     config, decoder = load_decoder(model, dtype=dtype, device=device)
     layout = config.layout(dtype, block_tokens)
+    _check_message_size(layout)
     num_blocks = num_blocks or _blocks_in(kv_bytes, layout)
     cache = PagedKVCache(layout, num_blocks, device)
     runner = ModelRunner(
@@ -79,6 +82,16 @@ def _device(wanted: str) -> str:
     if wanted == "cuda" and not available:
         raise ConfigError("device is cuda, and torch finds no GPU; use --device cpu or auto")
     return wanted if wanted != "auto" else "cuda" if available else "cpu"
+
+
+def _check_message_size(layout: KVLayout) -> None:
+    """A block travels as one message, to the decode node and to the store: found out now, not by every request."""
+    most = MAX_MESSAGE_BYTES - HEADER_BYTES
+    if layout.slab_bytes > most:
+        raise ConfigError(
+            f"a block of {layout.block_tokens} tokens has {layout.slab_bytes} bytes of KV, and a message carries "
+            f"{most}; lower --block-tokens to {most // layout.token_bytes} or less, on every node"
+        )
 
 
 def _blocks_in(kv_bytes: int, layout: KVLayout) -> int:

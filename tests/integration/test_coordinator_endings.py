@@ -105,6 +105,16 @@ async def test_longest_life_of_a_request() -> None:
             await cluster.ask()
 
 
+async def test_calls_of_nodes_have_a_deadline_of_their_own() -> None:
+    """A node ends them even if neither the coordinator's cancel nor its death gets through."""
+    async with ends(request_timeout_s=50.0) as cluster:
+        await cluster.ask()
+        for node in cluster.nodes:
+            [limit_s] = node.time_limits_s
+            assert limit_s is not None
+            assert 0 < limit_s <= 50.0
+
+
 async def test_drain_lets_running_requests_finish_and_takes_no_more() -> None:
     async with ends() as cluster:
         cluster.decode[0].at["token"].hold()

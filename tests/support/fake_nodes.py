@@ -102,6 +102,7 @@ class FakeNode:
         self.at = {name: Stage() for name in self.stages}
         self.reached: Counter[str] = Counter()
         self.requests: list[NodeRequest] = []
+        self.time_limits_s: list[float | None] = []  # what each streaming call had left when it came
         self.address = ""
         self._changed = asyncio.Event()
         self._coordinator = ""
@@ -253,6 +254,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         if reservation is None:
             raise NotFoundError(f"there is no reservation {reservation_id}")
         reservation.decoding = True
+        self.time_limits_s.append(context.time_remaining())
         try:
             await self._reach("decode")
             if not request.compute_tail:
@@ -314,6 +316,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
         node_request, target = convert_prefill.prefill_request_from_pb(request)
         self.requests.append(node_request)
         self.targets.append(target)
+        self.time_limits_s.append(context.time_remaining())
         self.num_running += 1
         try:
             await self._reach("start")
