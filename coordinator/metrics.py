@@ -36,7 +36,7 @@ class CoordinatorMetrics:
         )
         self._generated_tokens = counter("kvrelay_generation_tokens_total", "Tokens sent to clients.")
         self._successes = counter("kvrelay_request_success_total", "Complete answers, by how they ended.", "reason")
-        self._errors = counter("kvrelay_errors_total", "Requests and calls that failed, by error code.", "code")
+        self._errors = counter("kvrelay_errors_total", "Requests that failed or were refused, by error code.", "code")
         self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
         self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of requests.", "edge")
         self._running = Gauge("kvrelay_requests_running", "Requests that nodes compute.", registry=registry)

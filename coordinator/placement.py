@@ -35,7 +35,7 @@ class Placement:
 
     decode: Member
     granted: ReservationGranted
-    is_tail: bool  # so little is not cached there that it computes the rest itself
+    is_tail: bool  # it computes what is not cached there itself: little, or more than any prefill node could hold
 
     @property
     def address(self) -> str:
@@ -126,17 +126,20 @@ class Placer:
 
     async def _ask_for_room(self) -> tuple[bool, Placement | None]:
         hashes = self._state.hashes()
-        slot = any(has_slot(member) for member in prefill_candidates(self._state, self._cluster, hashes))
-        if self._state.answer.num_left == 1:
+        candidates = prefill_candidates(self._state, self._cluster, hashes)
+        slot = any(has_slot(member) for member in candidates)
+        # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
+        outgrown = not candidates and bool(self._cluster.members.usable(Role.PREFILL_NODE))
+        if self._state.answer.num_left == 1 and not outgrown:
             return slot, None
         cached = self._cluster.cached(Role.DECODE_NODE, hashes)
-        if not slot and not self._is_tail(max(cached.values(), default=0)):
+        if not slot and not outgrown and not self._is_tail(max(cached.values(), default=0)):
             return False, None  # a reservation would only idle
         for member in self._decode_candidates(hashes):
             granted = await self._reserve(member)
             if granted is None:
                 continue
-            is_tail = self._is_tail(granted.num_cached_blocks)
+            is_tail = outgrown or self._is_tail(granted.num_cached_blocks)
             if slot or is_tail:
                 self._cluster.assigned(member, hashes)
                 return True, Placement(member, granted, is_tail)

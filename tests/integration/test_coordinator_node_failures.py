@@ -198,3 +198,17 @@ async def test_decode_node_that_does_not_answer_a_reserve_is_passed_over(monkeyp
         assert outcome.token_ids == ANSWER_IDS
         assert outcome.finished.decode_node == other.address
         silent.at["reserve"].let_go()
+
+
+@pytest.mark.parametrize("max_tokens", [100, 21], ids=["many left", "one left"])
+async def test_answer_that_outgrew_every_prefill_node_is_resumed_by_a_decode_node_alone(max_tokens: int) -> None:
+    """100 tokens of prompt fit into 7 blocks of 16; with the 20 that were generated they do not."""
+    async with ends(num_decode=2) as cluster:
+        cluster.prefill[0].num_blocks = 7
+        cluster.prefill[0].tell()
+        await cluster.until_status(lambda status: status.nodes[0].status.blocks.total == 7)
+        cluster.decode[0].at["token"].failures = [*[None] * 20, UnavailableError("dying")]
+        outcome = await cluster.ask(sampling=greedy(max_tokens=max_tokens))
+        assert outcome.token_ids == ANSWER_IDS[:max_tokens]
+        assert outcome.finished.retries == 1
+        assert len(cluster.prefill[0].requests) == 1

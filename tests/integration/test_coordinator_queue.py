@@ -20,6 +20,8 @@ async def test_waits_for_room_and_goes_in_order() -> None:
         for name in ("second", "third"):
             asked.append(asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40), request_id=name)))
             await cluster.until_queued(len(asked) - 1)
+        assert cluster.metric("kvrelay_requests_running") == 1
+        assert cluster.metric("kvrelay_requests_waiting") == 2
         node.at["token"].let_go()
         outcomes = await asyncio.gather(*asked)
         assert [outcome.token_ids for outcome in outcomes] == [ANSWER_IDS[:40]] * 3

@@ -412,6 +412,11 @@ async def test_status_counts_blocks_rows_and_reservations() -> None:
         await read_all(running)
         for one in (second, third):
             await harness.client.release(one.reservation_id)
+        sample, num_steps = harness.registry.get_sample_value, len(runner.batches)
+        assert sample("kvrelay_decode_tokens_generated_total") == 20
+        assert sample("kvrelay_decode_tokens_computed_total") == sum(map(sum, runner.batches))
+        assert sample("kvrelay_decode_step_seconds_count") == num_steps
+        assert sample("kvrelay_decode_batch_rows_sum") == num_steps
 
 
 async def test_cancelling_on_the_client_raises_there() -> None:

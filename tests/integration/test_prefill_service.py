@@ -66,6 +66,15 @@ async def test_a_prefix_comes_from_pool_memory_and_disk_at_once() -> None:
         assert bench.runner.num_computed == 40 + 4
         payloads = [bytes(frame.payload)[:1] for frame in bench.receiver.blocks]
         assert payloads == [b"c", b"c", b"s", b"s", b"s", b"s", b"c"]
+        sample = bench.registry.get_sample_value
+        assert [sample("kvrelay_store_hits_total", {"tier": tier}) for tier in ("memory", "disk")] == [2, 2]
+        cached = [
+            sample("kvrelay_prefill_tokens_cached_total", {"tier": tier}) for tier in ("device", "memory", "disk")
+        ]
+        assert cached == [32, 32, 32]
+        assert sample("kvrelay_prefill_seconds_count") == 2
+        assert sample("kvrelay_handoff_seconds_count") == 1
+        assert sample("kvrelay_handoff_bytes_total") == sum(len(frame.payload) for frame in bench.receiver.blocks)
 
 
 @pytest.mark.parametrize("corrupt", [False, True])

@@ -71,7 +71,7 @@ class Stage:
     """What a node can be told to do when it gets somewhere: fail, or wait until the test lets it go on."""
 
     def __init__(self) -> None:
-        self.failures: list[KVRelayError] = []  # one is raised each time it is reached
+        self.failures: list[KVRelayError | None] = []  # one is taken, and raised, each time it is reached
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -83,8 +83,9 @@ class Stage:
 
     async def pass_through(self) -> None:
         await self.gate.wait()
-        if self.failures:
-            raise self.failures.pop(0)
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            raise failure
 
 
 class FakeNode:
