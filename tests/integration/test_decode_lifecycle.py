@@ -164,11 +164,23 @@ async def test_a_short_tail_is_computed_here() -> None:
             assert finished.compute_s > 0
 
 
+async def test_blocks_that_answers_fill_are_offered_to_the_kvstore_once() -> None:
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        async with harness.client.decode(granted.reservation_id, compute_tail=True) as events:
+            token_ids, _ = await read_all(events)
+        whole = dataclasses.replace(REQUEST, token_ids=(*PROMPT, *token_ids))
+        hashes = Handoff(harness.node.info, whole, granted).sequence().block_hashes
+        assert len(hashes) == 7  # of 30 tokens; the last token's KV is never computed
+        assert harness.offered == hashes
+
+
 async def test_tenants_share_nothing() -> None:
     ours, theirs = (dataclasses.replace(REQUEST, tenant_salt=salt) for salt in (b"ours", b"theirs"))
     async with decode_node() as harness:
         granted = await reserve(harness, ours)
         await hand_over(harness, Handoff(harness.node.info, ours, granted).messages())
+        assert harness.registry.get_sample_value("kvrelay_handoff_blocks_received_total") == 3
         await harness.client.release(granted.reservation_id)
         for request, num_cached_blocks in ((ours, 2), (theirs, 0), (REQUEST, 0)):
             granted = await reserve(harness, request)

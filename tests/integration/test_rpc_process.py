@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.config import RoleConfig
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.rpc import process, raw
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import open_channel
@@ -233,10 +233,14 @@ async def test_a_failing_clean_up_is_logged_and_the_exit_stays_clean() -> None:
 async def test_metrics_are_served_over_http() -> None:
     async with fake_role("--metrics-port", "0") as running:
         url = (await running.saw("metrics on")).split("metrics on ")[1].strip()
+        async with open_channel(await running.ready_address()) as channel:
+            with pytest.raises(InvalidRequestError):
+                await anext(Replies(raw.unary_stream(channel, SERVICE, "Hold")(b"bad"), bytes))
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         running.terminate()
 
         assert 'role="kvstore"' in text
+        assert 'kvrelay_rpc_errors_total{code="invalid_request",method="Hold"} 1.0' in text
         assert await running.child.wait() == 0
 
 

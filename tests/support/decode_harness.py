@@ -28,7 +28,7 @@ from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.rpc.raw import KV_TRANSFER, stream_stream
 from kvrelay.rpc.server import bind, make_server
 from kvrelay.sampling import GeneratedToken
-from kvrelay.types import BlockCounts, InstanceId
+from kvrelay.types import BlockCounts, BlockHash, InstanceId
 from tests.support.fake_engine import FakeCache, FakeRunner, make_info, slab_of
 from tests.support.manual_clock import ManualClock
 
@@ -47,6 +47,7 @@ class Harness:
     address: str
     channel: grpc.aio.Channel
     clock: ManualClock | None
+    offered: list[BlockHash]  # for the kvstore
     engine_dies: bool = False  # set by a test that kills it
     client: DecodeClient = field(init=False)
 
@@ -95,6 +96,7 @@ async def decode_node(
     )
     timing: dict[str, Callable[[], float]] = {"clock": clock} if clock else {}
     engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output), **timing)
+    offered: list[BlockHash] = []
     node = DecodeNode(
         engine=engine,
         info=info,
@@ -104,6 +106,7 @@ async def decode_node(
         lease_s=lease_s,
         max_requests=max_requests,
         load=lambda: core.load,
+        offer=offered.extend,
         **timing,
     )
     await engine.start()
@@ -114,7 +117,7 @@ async def decode_node(
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
     channel = open_channel(address, own_connection=True)
-    harness = Harness(node, pool, cache, runner, registry, address, channel, clock)
+    harness = Harness(node, pool, cache, runner, registry, address, channel, clock, offered)
     try:
         yield harness
         if not harness.engine_dies:

@@ -1,6 +1,6 @@
 """A role that does nothing but what process.run asks of it; run as a program by the process tests.
 
-Its Hold method (raw, unary-stream) answers "held", then holds its call until `hold_s` is over.
+Its Hold method (raw, unary-stream) answers "held", then holds its call until `hold_s` is over; it refuses b"bad".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.config import RoleConfig, option
-from kvrelay.errors import ModelFileError
+from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.raw import raw_methods
@@ -43,6 +43,8 @@ class FakeApp:
         server.add_generic_rpc_handlers((raw_methods(SERVICE, unary_stream={"Hold": self.hold}),))
 
     async def hold(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        if request == b"bad":
+            raise InvalidRequestError("bad")
         ended = asyncio.Event()
         self._running.add(ended)
         try:
