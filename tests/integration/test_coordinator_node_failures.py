@@ -106,6 +106,7 @@ async def test_decode_node_dies_before_the_first_token() -> None:
         cluster.prefill[0].at["compute"].hold()
         asked = asyncio.create_task(cluster.ask())
         await cluster.prefill[0].until_reached("compute")
+        await cluster.decode[0].until_reached("decode")  # else the fake keeps its reservation: it has no leases
         await cluster.decode[0].kill()
         cluster.prefill[0].at["compute"].let_go()
         outcome = await asked
