@@ -17,7 +17,7 @@ from kvrelay.rpc import convert_decode
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
 from kvrelay.types import ReservationId
 
-SERVICE_NAMES = ("kvrelay.pb.Decode",)
+SERVICE_NAMES = ("kvrelay.pb.Decode", KV_TRANSFER)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -79,7 +79,7 @@ class NodeConfig(RoleConfig):
     """What prefill and decode nodes have in common."""
 
     model: Path = option(help="a GGUF file or a Hugging Face directory")
-    model_name: str = option("", "name that clients ask for; default: the file's or directory's")
+    model_name: str = option("", "name in this node's reports (clients ask by the coordinator's); default: the file's")
     dtype: str = option("bfloat16", "type of weights, KV and computation", choices=("bfloat16", "float16", "float32"))
     device: str = option("cpu", "where the model runs; auto prefers a GPU", choices=("cpu", "cuda", "auto"))
     threads: int = option(0, "threads of one computation; 0 takes every core", minimum=0)

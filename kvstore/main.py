@@ -13,6 +13,7 @@ from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.raw import KV_TRANSFER
 from kvrelay.types import InstanceId, Role
 from kvstore.config import KVStoreConfig
 from kvstore.directory import current_boot_id
@@ -26,7 +27,7 @@ from kvstore.store import Store
 class KVStoreApp:
     """See `kvrelay.rpc.process.App`. Raises ConfigError if the path is in use or cannot be used."""
 
-    service_names = ("kvrelay.pb.KVStore",)
+    service_names = ("kvrelay.pb.KVStore", KV_TRANSFER)
 
     def __init__(self, config: KVStoreConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
         self._config = config

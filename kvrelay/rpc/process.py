@@ -49,7 +49,7 @@ class App(Protocol):
 
     @property
     def service_names(self) -> tuple[str, ...]:
-        """Full gRPC names, for health and reflection."""
+        """Full gRPC names, raw services included, for health and reflection."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the handlers; before `start`."""

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
 from kvrelay.rpc import convert_errors, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from kvrelay.rpc.raw import KV_TRANSFER
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,9 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
-    """Lets grpcurl and the like list services and call them without the .proto files."""
-    names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    """Lets grpcurl and the like list services and call them without the .proto files; raw ones have no schema to show."""
+    described = (name for name in service_names if name != KV_TRANSFER)
+    names = (*described, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
 
 
