@@ -15,7 +15,7 @@ from typing import Any
 from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.client_answer import ClientAnswer, describe, facts
 from kvrelay.client_command import make_parser, run, write
-from kvrelay.errors import InvalidRequestError
+from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
     ChatPrompt,
@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def _ask(options: argparse.Namespace) -> None:
     prompt, sampling = _prompt(options), _sampling(options)
+    if options.timeout is not None and not options.timeout > 0:
+        raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
     async with AsyncClient(options.address) as client:
         events = client.generate(
             prompt, sampling, request_id=options.request_id, model=options.model, timeout_s=options.timeout
@@ -50,10 +52,15 @@ async def _ask(options: argparse.Namespace) -> None:
 
 async def _collect(events: AsyncIterator[AnswerEvent], *, show: bool) -> ClientAnswer:
     answer = ClientAnswer(time.monotonic())
-    async for event in events:
-        answer.add(event, time.monotonic())
-        if show and isinstance(event, TokensGenerated) and event.text:
-            write(event.text)
+    try:
+        async for event in events:
+            answer.add(event, time.monotonic())
+            if show and isinstance(event, TokensGenerated) and event.text:
+                write(event.text)
+    except KVRelayError:
+        if show and answer.text:
+            write("\n")  # the error gets a line of its own
+        raise
     return answer
 
 
@@ -105,10 +112,11 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
 
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, value = text.partition("=")
-    [parsed] = parse_ids(token_id) or (-1,)
-    if parsed < 0:
-        raise ValueError(text)
-    return parsed, float(value)
+    try:
+        [parsed] = parse_ids(token_id)
+        return parsed, float(value)
+    except (InvalidRequestError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bias; write ID=X, such as 42=-1.5") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--max-tokens", int, "tokens to generate at most"),
         ("--min-tokens", int, "nothing ends the answer before so many tokens"),
         ("--temperature", float, "0 is greedy; up to 2; default 1"),
-        ("--seed", int, "the same seed draws the same tokens"),
+        ("--seed", int, "the same seed draws the same tokens where the logits are equal"),
         ("--top-k", int, "keep the k likeliest tokens; 0 keeps all"),
         ("--top-p", float, "keep the smallest set with this mass, in (0, 1]"),
         ("--min-p", float, "drop tokens under this share of the likeliest one's probability, in [0, 1]"),

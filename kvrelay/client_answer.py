@@ -55,14 +55,16 @@ def facts(answer: ClientAnswer) -> str:
     assert finished is not None
     usage, cached = finished.usage, finished.usage.cached
     tiers = ", ".join(f"{getattr(cached, tier)} {tier}" for tier in _TIERS if getattr(cached, tier))
-    p50, p95 = percentiles(answer.gaps_s)
+    tokens = "token" if usage.completion_tokens == 1 else "tokens"
     parts = [
         f"{usage.prompt_tokens} prompt tokens ({f'cached: {tiers}' if tiers else 'none cached'})",
-        f"{usage.completion_tokens} tokens out ({finished.reason.value})",
+        f"{usage.completion_tokens} {tokens} out ({finished.reason.value})",
         f"TTFT {_ms(answer.first_token_s)}",
-        f"inter-token p50 {_ms(p50)}, p95 {_ms(p95)}",
-        f"KV handed over {size(finished.handoff_bytes)}",
     ]
+    if answer.gaps_s:
+        p50, p95 = percentiles(answer.gaps_s)
+        parts.append(f"inter-token p50 {_ms(p50)}, p95 {_ms(p95)}")
+    parts.append(f"KV handed over {size(finished.handoff_bytes)}")
     if finished.retries:
         parts.append(f"retries {finished.retries}")
     return "[" + " | ".join(parts) + "]"

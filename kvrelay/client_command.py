@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvrelay.errors import KVRelayError, UnavailableError
+from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 EXIT_FAILED = 1
@@ -34,9 +34,13 @@ def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]
         asyncio.run(work())
     except UnavailableError as error:
         reason = error.message
-        if "connect" in reason.lower():
+        if "failed to connect" in reason.lower() or "errors resolving" in reason.lower():
             reason = f"no coordinator answers at {address}; start a cluster with `kvrelay up`, or name it by --address"
         return _fail(command, reason)
+    except DeadlineError as error:
+        # gRPC's own words for a deadline of this side, where the coordinator had no say.
+        own = "deadline exceeded" in error.message.lower()
+        return _fail(command, f"no whole answer from {address} in the time given" if own else error.message)
     except KVRelayError as error:
         return _fail(command, error.message)
     except BrokenPipeError:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from kvrelay import ask
-from kvrelay.errors import InvalidRequestError
+from kvrelay.client import AnswerEvent
+from kvrelay.errors import InvalidRequestError, UnavailableError
+from kvrelay.inference import TokensGenerated
+from kvrelay.sampling import GeneratedToken
 from tests.support.coordinator_ends import ends
 from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
 
@@ -36,12 +40,13 @@ def test_token_ids_of_a_file(tmp_path: Path) -> None:
         ask.parse_ids(f"@{tmp_path}/missing")
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask.main(["hello", "--address", "127.0.0.1:1"]) == 1
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:7400"])
+def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask.main(["hello", "--address", address]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == (
-        "kvrelay ask: no coordinator answers at 127.0.0.1:1; start a cluster with `kvrelay up`, or name it by "
+        f"kvrelay ask: no coordinator answers at {address}; start a cluster with `kvrelay up`, or name it by "
         "--address\n"
     )
 
@@ -56,11 +61,38 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--prompt-ids", "1"], "is the whole prompt"),
         (["hello", "--raw", "--system", "s"], "which --raw skips"),
         (["hello", "--max-tokens", "-1"], "max_tokens is -1"),
+        (["hello", "--timeout", "-1"], "--timeout is -1; allowed is a number of seconds over 0"),
+        (["hello", "--timeout", "nan"], "--timeout is nan"),
     ],
 )
 def test_contradictions(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask.main(argv) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bias", ["5", "5=x", "=1", "x=1", "1,2=3"])
+def test_what_is_no_bias(bias: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ask.main(["hello", "--logit-bias", bias])
+    assert f"'{bias}' is no bias; write ID=X" in capsys.readouterr().err
+
+
+async def test_what_ends_an_answer_early_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    async def events() -> AsyncIterator[AnswerEvent]:
+        yield TokensGenerated((GeneratedToken(4),), "half an ans")
+        raise UnavailableError("gone")
+
+    with pytest.raises(UnavailableError):
+        await ask._collect(events(), show=True)
+    assert capsys.readouterr().out == "half an ans\n"
+
+
+async def test_no_whole_answer_in_the_time_given(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        argv = ["hello", "--timeout", "0.3", "--address", cluster.address]
+        assert await asyncio.to_thread(ask.main, argv) == 1
+    assert capsys.readouterr().err == f"kvrelay ask: no whole answer from {cluster.address} in the time given\n"
 
 
 async def test_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:

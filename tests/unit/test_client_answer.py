@@ -38,6 +38,15 @@ def test_facts() -> None:
     )
 
 
+def test_facts_of_an_answer_of_one_token() -> None:
+    answer = ClientAnswer(started_at=10.0)
+    answer.add(TokensGenerated((GeneratedToken(4),), "a"), 10.25)
+    answer.finished = RequestFinished(FinishReason.LENGTH, Usage(9, 1, CachedTokens()), Timing(0, 0.25, 0.25, 0, 0))
+    assert facts(answer) == (
+        "[9 prompt tokens (none cached) | 1 token out (length) | TTFT 250 ms | KV handed over 0 B]"
+    )
+
+
 def test_json() -> None:
     described = describe(finished_answer())
     assert described.pop("timing")["prefill_s"] == 0.5
