@@ -112,7 +112,8 @@ def up(argv: Sequence[str]) -> int:
     """`kvrelay up`"""
     from kvrelay import up as launcher
 
-    parser = argparse.ArgumentParser(prog="kvrelay up", description=launcher.__doc__, allow_abbrev=False)
+    description = "Starts a whole cluster on this machine, one process per role, and stays until Ctrl-C."
+    parser = argparse.ArgumentParser(prog="kvrelay up", description=description, allow_abbrev=False)
     launcher.add_arguments(parser)
     return launcher.run(parser.parse_args(argv))
 

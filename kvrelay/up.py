@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import os
 import shutil
 import socket
@@ -174,9 +175,17 @@ def check_ports(roles: Sequence[PlannedRole]) -> None:
                     probe.bind((role.host, port))
                 except OSError as error:
                     raise ConfigError(
-                        f"port {port} on {role.host} (for the {purpose}) cannot be used: {error.strerror}; stop what "
-                        "listens there, or choose other ports with --port-base N"
+                        f"port {port} on {role.host} (for the {purpose}) cannot be used: {error.strerror}; "
+                        f"{_port_advice(error)}"
                     ) from error
+
+
+def _port_advice(error: OSError) -> str:
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return "give an address of this machine with --host"
+    if error.errno == errno.EACCES:
+        return "choose ports from 1024 on with --port-base N"
+    return "stop what listens there, or choose other ports with --port-base N"
 
 
 def _make_cluster(
@@ -202,9 +211,9 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
         f"  {role.name:15} {role.address:21} metrics http://{role.host}:{role.metrics_port}/metrics" for role in roles
     ]
     calls = [
-        f'  {program} ask{where} "What is the capital of France?"',
+        f'  {program} ask{where} --temperature 0 "What is the capital of France?"',
         f"  {program} status{where}",
-        f'  {program} ask{where} --json --temperature 0 --raw "1, 2, 3,"',
+        f'  {program} ask{where} --json --temperature 0 --max-tokens 16 --raw "1, 2, 3,"',
     ]
     logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
     return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, "", logs, ""])

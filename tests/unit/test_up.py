@@ -105,6 +105,12 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
             up.check_ports(up.plan(options("--port-base", str(base)), Path("/m"), tmp_path))
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_foreign_address_is_no_port_in_use(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give an address of this machine with --host"):
+        up.check_ports(up.plan(options("--host", host), Path("/m"), tmp_path))
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--model .*absent\.gguf does not exist"):
         up.run(options("--model", str(tmp_path / "absent.gguf"), "--port-base", str(free_base())))
