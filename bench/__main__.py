@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from kvrelay.client import AsyncClient
 from kvrelay.client_answer import ClientAnswer, percentiles
 from kvrelay.client_command import DEFAULT_ADDRESS
-from kvrelay.errors import KVRelayError
+from kvrelay.client_command import run as run_command
 from kvrelay.inference import TokenPrompt
 from kvrelay.sampling import SamplingParams
 
@@ -67,22 +68,23 @@ def summary(answers: Sequence[ClientAnswer], wall_s: float) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help=f"of the coordinator (default: {DEFAULT_ADDRESS})")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
+    address = os.environ.get("KVRELAY_ADDRESS", DEFAULT_ADDRESS)
+    whose = f"of the coordinator (default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS})"
+    parser.add_argument("--address", default=address, help=whose)
+    parser.add_argument("--requests", type=int, default=16, help="how many in all (default: 16)")
+    parser.add_argument("--concurrency", type=int, default=4, help="how many at a time (default: 4)")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="of each prompt (default: 256)")
     parser.add_argument("--shared-tokens", type=int, default=0, help="leading tokens that all prompts have in common")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (default: 64)")
     parser.add_argument("--seed", type=int, default=time.time_ns(), help="of the prompts; the same one hits the cache")
     options = parser.parse_args()
     if not 0 <= options.shared_tokens <= options.prompt_tokens or options.concurrency < 1 or options.requests < 1:
         parser.error("prompts have at least their shared tokens, and there is at least one request")
-    try:
-        print(json.dumps(asyncio.run(run(options)), indent=2))
-    except KVRelayError as error:
-        print(f"bench: {error.message}", file=sys.stderr)
-        return 1
-    return 0
+
+    async def work() -> None:
+        print(json.dumps(await run(options), indent=2))
+
+    return run_command("bench", options.address, work)
 
 
 if __name__ == "__main__":
