@@ -61,7 +61,7 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
-    """Lets grpcurl and the like list services and call them without the .proto files; raw ones have no schema to show."""
+    """Lets grpcurl and the like list services and call them without .proto files; raw ones have no schema to show."""
     described = (name for name in service_names if name != KV_TRANSFER)
     names = (*described, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
