@@ -16,7 +16,7 @@ from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError,
 from kvrelay.inference import TokensGenerated
 from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
 from kvrelay.sampling import GeneratedToken
-from kvrelay.types import BlockHash, InstanceId
+from kvrelay.types import BlockHash, CachedTokens, InstanceId
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +89,15 @@ class Attempt:
     async def _decode(self, placement: Placement) -> None:
         """Reads the answer's tokens until it is complete."""
         client, limit_s = self._cluster.nodes.decode(placement.address), self._limits.request_timeout_s
+        started = time.monotonic()
         async with (
             self._cluster.while_member(placement.decode),
             client.decode(placement.granted.reservation_id, placement.is_tail, timeout_s=limit_s) as events,
         ):
             async for event in events:
                 if isinstance(event, TokensDecoded):
+                    if placement.is_tail and not self._state.has_begun:
+                        self._note_tail(placement, time.monotonic() - started)
                     self._take(event.tokens)
                     if self._state.answer.stop_string:
                         return
@@ -102,6 +105,12 @@ class Attempt:
                     self._end_answer(event, placement)
                     return
         raise UnavailableError(f"decode node {placement.address} ended its stream before the answer")
+
+    def _note_tail(self, placement: Placement, compute_s: float) -> None:
+        """As seen from here, for an answer that a stop string ends before the decode node gives its own account."""
+        num_cached = placement.granted.num_cached_blocks * self._state.accepted.model.layout.block_tokens
+        self._state.note_cached(CachedTokens(device=num_cached))
+        self._state.account.prefill_s = compute_s
 
     def _end_answer(self, event: DecodeFinished, placement: Placement) -> None:
         if placement.is_tail:

@@ -92,6 +92,15 @@ async def test_stop_string_over_several_tokens_ends_the_answer() -> None:
         assert outcome.finished.usage.completion_tokens == 17
 
 
+async def test_stop_string_does_not_hide_what_was_cached() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].num_cached_blocks = 6  # 96 of 100 tokens
+        outcome = await cluster.ask(TokenPrompt(tuple(range(3, 103))), greedy(stop=(" is",)))
+        assert outcome.finished.stop_string == " is"
+        assert outcome.finished.usage.cached == CachedTokens(device=96)
+        assert outcome.finished.timing.prefill_s > 0
+
+
 async def test_stop_string_is_not_looked_for_before_min_tokens() -> None:
     async with ends() as cluster:
         outcome = await cluster.ask(sampling=greedy(stop=("e",), min_tokens=10))
