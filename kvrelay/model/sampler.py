@@ -8,8 +8,6 @@ Shape letters: N rows, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BadLogitsError, KVRelayError
+from kvrelay.model.noise import waiting_times
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 
 # Below this a draw is greedy: dividing by it would leave the likeliest token alone anyway (vLLM draws the same line).
@@ -125,12 +124,7 @@ def _draw(logits_V: Tensor, row: SamplingRow) -> int:
     # The largest becomes 0 first, so that no temperature can make an infinity.
     probabilities_V = ((logits_V - logits_V.max()) / params.temperature).softmax(-1)
     _truncate(probabilities_V, params)
-    cumulated_V = probabilities_V.cumsum(-1, dtype=torch.float64)
-    point = uniform(params.seed, row.position) * cumulated_V[-1]
-    index = int(torch.searchsorted(cumulated_V, point, right=True))
-    if index < len(cumulated_V):
-        return index
-    return int(probabilities_V.nonzero()[-1])  # the product was rounded up to the total
+    return int((probabilities_V / waiting_times(params.seed, row.position, len(logits_V), logits_V.device)).argmax())
 
 
 def _truncate(probabilities_V: Tensor, params: SamplingParams) -> None:
@@ -153,12 +147,6 @@ def _nucleus_least(probabilities_V: Tensor, top_p: float) -> Tensor:
         if cumulated[-1] >= wanted:
             break
     return descending[min(int(torch.searchsorted(cumulated, wanted)), size - 1)]
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that (seed, position) alone decide: 53 bits of a hash, the same on every machine."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8, person=b"kvrelay-draw-v1").digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _logprobs(logits_V: Tensor, token_id: int, num_top: int | None) -> StepLogprobs | None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvrelay.errors import BadLogitsError, KVRelayError
-from kvrelay.model.sampler import Sampler, SamplingRow, uniform
+from kvrelay.model.sampler import Sampler, SamplingRow
 from kvrelay.sampling import GeneratedToken, SamplingParams
 
 EOS = 4
@@ -249,22 +249,6 @@ def test_a_draw_depends_on_seed_and_on_position() -> None:
     again = [[sample(flat, seed=seed, position=position).token_id for position in range(20)] for seed in (1, 2)]
     assert drawn == again
     assert len(set(drawn[0] + drawn[1])) > 35
-
-
-def test_uniform_numbers_are_the_same_everywhere() -> None:
-    assert [uniform(0, 0), uniform(0, 1), uniform(1, 0), uniform(2**64 - 1, 131071)] == [
-        0.9407684858523306,
-        0.6954364246313363,
-        0.5611510070024369,
-        0.9134147466810145,
-    ]
-
-
-def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
-    numbers = [uniform(seed, position) for seed in range(50) for position in range(100)]
-    assert all(0.0 <= number < 1.0 for number in numbers)
-    tenths = Counter(int(number * 10) for number in numbers)
-    assert all(430 < tenths[tenth] < 570 for tenth in range(10))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
