@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import KVRelayError, UnavailableError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
 from kvrelay.rpc import convert_cluster
+from kvrelay.rpc.absence import Absence
 from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import open_channel
 
@@ -32,7 +34,13 @@ class Membership:
     """
 
     def __init__(
-        self, coordinator_address: str, info: NodeInfo, status: Callable[[], NodeStatus], *, interval_s: float = 0.5
+        self,
+        coordinator_address: str,
+        info: NodeInfo,
+        status: Callable[[], NodeStatus],
+        *,
+        interval_s: float = 0.5,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = coordinator_address
         self._info = info
@@ -42,7 +50,7 @@ class Membership:
         self._joined = asyncio.Event()
         self._left = asyncio.Event()
         self._left.set()
-        self._reason = ""
+        self._absence = Absence(coordinator_address, now)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -76,14 +84,14 @@ class Membership:
         async with open_channel(self._address) as channel:
             stub = cluster_pb2_grpc.ClusterStub(channel)
             while True:
-                was_accepted, reason = await self._join(stub)
+                was_accepted, error = await self._join(stub)
                 if was_accepted:
                     backoff_s = MIN_BACKOFF_S
-                self._set_left(reason)
+                self._set_left(error, was_accepted)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def _join(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> tuple[bool, str]:
+    async def _join(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> tuple[bool, KVRelayError]:
         """One stream from its start to its end: whether it was accepted, and why it ended."""
         accepted = False
         call = stub.Join()
@@ -95,9 +103,9 @@ class Membership:
                     if event == "accepted":
                         accepted = True
                         self._set_joined()
-            return accepted, "it ended the stream"
+            return accepted, UnavailableError("it ended the stream")
         except KVRelayError as error:
-            return accepted, error.message
+            return accepted, error
         finally:
             reporter.cancel()
             self._joined.clear()
@@ -115,15 +123,15 @@ class Membership:
 
     def _set_joined(self) -> None:
         logger.info("joined the coordinator at %s", self._address)
-        self._reason = ""
+        self._absence.over()
         self._left.clear()
         self._joined.set()
 
-    def _set_left(self, reason: str) -> None:
+    def _set_left(self, error: KVRelayError, was_joined: bool) -> None:
         self._left.set()
-        if reason != self._reason:  # once, not at every attempt
-            logger.warning("not joined to the coordinator at %s: %s", self._address, reason)
-        self._reason = reason
+        line = self._absence.failed(error, was_joined=was_joined)
+        if line is not None:
+            logger.log(*line)
 
 
 def _event_kind(event: cluster_pb2.JoinEvent) -> str | None:
