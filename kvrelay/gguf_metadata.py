@@ -68,8 +68,11 @@ class _Cursor:
         self._at = 0
 
     def header(self) -> GGUFHeader:
-        if self._data[:4] != MAGIC:
-            raise not_whole(self._path, f"it starts with {self._data[:4]!r}")
+        start = self._data[: len(MAGIC)]
+        if start != MAGIC:
+            if MAGIC.startswith(start):
+                raise not_whole(self._path, f"it has {len(start)} bytes")
+            raise ModelFileError(f"{self._path} is not a GGUF file: it starts with {start!r}, not {MAGIC!r}")
         self._at = 4
         try:
             version = self._number(_U32)
