@@ -136,7 +136,9 @@ class LocalCluster:
     async def _drain(self) -> None:
         """Ends the stages in order, each within the grace period; a second signal cuts that short."""
         if any(process.running for process in self._roles):
-            self._say("draining: running requests may finish (Ctrl-C again to hurry)")
+            served = len(self._ready) == len(self._roles)
+            doing = "draining: running requests may finish" if served else "stopping what was started"
+            self._say(f"{doing} (Ctrl-C again to hurry)")
         for stage in _DRAIN_STAGES:
             processes = [process for process, role in self._roles.items() if role in stage and process.running]
             if processes:

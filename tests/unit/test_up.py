@@ -194,6 +194,7 @@ async def test_a_cluster_is_announced_once_ready_and_drained_in_order_after_ctrl
     assert ended[-1] == "kvstore"
     assert sorted(ended[1:3]) == ["decode-node", "prefill-node"]
     assert "prefill-node-1 ready on 127.0.0.1:7000" in stage.said
+    assert "draining: running requests may finish (Ctrl-C again to hurry)" in stage.lines
     assert stage.lines[-1] == "stopped"
 
 
@@ -203,6 +204,8 @@ async def test_a_role_that_dies_early_is_named_with_its_last_words_and_the_rest_
     assert outcome is Outcome.FAILED
     assert "decode-node-1 ended with exit code 3 before it was ready" in stage.said
     assert "  | CUDA is on fire" in stage.lines
+    assert "stopping what was started" in stage.said
+    assert "draining" not in stage.said
 
 
 async def test_a_role_that_never_gets_ready_is_named_meanwhile_and_given_up(stage: Stage) -> None:
