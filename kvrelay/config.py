@@ -73,6 +73,9 @@ class RoleConfig:
     log_format: str = option("text", "one line of text or one JSON object a message", choices=("text", "json"))
     grace_s: float = option(30.0, "time running requests get to finish after SIGTERM", unit="s", minimum=0)
 
+    def check(self) -> None:
+        """Raises ConfigError where fields contradict each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig(RoleConfig):

@@ -28,12 +28,17 @@ def tables() -> str:
         f"**Every role**\n\n{markdown_table(RoleConfig)}",
         f"**Prefill and decode nodes, beside those**\n\n{_without(markdown_table(NodeConfig), RoleConfig)}",
     ]
-    for role, name in CONFIG_CLASSES.items():
-        module_name, class_name = name.split(":")
-        config_class = getattr(importlib.import_module(module_name), class_name)
-        parent = NodeConfig if issubclass(config_class, NodeConfig) else RoleConfig
-        parts.append(f"**`kvrelay {role.value}`**\n\n{_without(markdown_table(config_class, role.value), parent)}")
+    for role in CONFIG_CLASSES:
+        config = config_class(role)
+        parent = NodeConfig if issubclass(config, NodeConfig) else RoleConfig
+        parts.append(f"**`kvrelay {role.value}`**\n\n{_without(markdown_table(config, role.value), parent)}")
     return "\n".join(parts)
+
+
+def config_class(role: Role) -> type[RoleConfig]:
+    module_name, class_name = CONFIG_CLASSES[role].split(":")
+    found: type[RoleConfig] = getattr(importlib.import_module(module_name), class_name)
+    return found
 
 
 def _without(table: str, parent: type[RoleConfig]) -> str:

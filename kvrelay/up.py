@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import math
 import os
 import shutil
 import socket
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay import config
+from kvrelay.config_table import config_class
 from kvrelay.demo_model import cache_directory, fetch
 from kvrelay.errors import ConfigError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome, Say
@@ -90,7 +93,9 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
 
     check_shape(options)
     data_dir: Path = options.data_dir or cache_directory() / f"up-{options.port_base}"
-    check_ports(plan(options, Path(), data_dir))
+    draft = plan(options, Path(), data_dir)
+    check_settings(draft)
+    check_ports(draft)
     model = find_model(options.model, say)
     roles = plan(options, model, data_dir)
     try:
@@ -113,6 +118,14 @@ def check_shape(options: argparse.Namespace) -> None:
     highest = 65_535 - 2 * METRICS_OFFSET
     if not 1 <= options.port_base <= highest:
         raise ConfigError(f"--port-base is {options.port_base}; allowed is [1, {highest}]")
+    if not 0 < options.start_timeout_s < math.inf:
+        raise ConfigError(f"--start-timeout-s is {options.start_timeout_s:g}; allowed is a number of seconds over 0")
+
+
+def check_settings(roles: Sequence[PlannedRole]) -> None:
+    """Reads every role's configuration as the role will. Raises ConfigError for what would end it at once."""
+    for role in roles:
+        config.load(config_class(role.role), role.role.value, role.flags, os.environ).check()
 
 
 def find_model(path: Path | None, say: Say) -> Path:

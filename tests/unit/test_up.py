@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import signal
 import socket
@@ -94,6 +95,36 @@ def test_nodes_share_the_cores(cores: int, flags: list[str], threads: str, monke
 def test_impossible_shapes_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         up.run(options(*flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--threads", "-1"], "--threads is '-1'; allowed is a whole number, at least 0"),
+        (["--grace-s", "-1"], "--grace-s is '-1'; allowed is a number, at least 0"),
+        (["--grace-s", "nan"], "--grace-s is 'nan'; allowed is a number"),
+        (["--start-timeout-s", "0"], "--start-timeout-s is 0; allowed is a number of seconds over 0"),
+        (["--start-timeout-s", "nan"], "--start-timeout-s is nan;"),
+        (["--config", "/nonexistent"], "cannot read the configuration file /nonexistent: No such file or directory"),
+    ],
+)
+def test_a_bad_setting_is_told_before_a_model_is_fetched_or_a_role_starts(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(up, "fetch", None)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        up.run(options("--data-dir", str(tmp_path), *flags), command=["/no/such/program"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_that_only_one_role_has_is_read_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "kvrelay.toml"
+    file.write_text("[decode-node]\nmax_batch = 600\n")
+    with pytest.raises(ConfigError, match="max_batch is 600; allowed is at most max_batched_tokens, 512"):
+        up.run(options("--config", str(file)))
+    monkeypatch.setenv("KVRELAY_KVSTORE_DISK_BYTES", "much")
+    with pytest.raises(ConfigError, match="KVRELAY_KVSTORE_DISK_BYTES is 'much'"):
+        up.run(options())
 
 
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
