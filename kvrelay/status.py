@@ -11,6 +11,7 @@ from typing import Any
 from kvrelay.client import AsyncClient
 from kvrelay.client_command import make_parser, run, size, write
 from kvrelay.cluster import ClusterStatus, NodeReport
+from kvrelay.types import Role
 
 _HEADER = ("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "RESERVED", "BLOCKS free/reserved/held/cached", "TOTAL")
 
@@ -45,7 +46,7 @@ def describe(status: ClusterStatus) -> dict[str, Any]:
                 **asdict(report.status),
                 "age_s": report.age_s,
             }
-            for report in status.nodes
+            for report in _in_order(status)
         ],
     }
 
@@ -55,10 +56,20 @@ def table(address: str, status: ClusterStatus) -> str:
     lines = [f"coordinator {address}: {state}, {status.num_running} running, {status.num_queued} queued"]
     if not status.nodes:
         return lines[0] + "\nno node has joined"
-    rows = [_HEADER, *(_cells(report) for report in status.nodes)]
+    rows = [_HEADER, *(_cells(report) for report in _in_order(status))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
+
+
+def _in_order(status: ClusterStatus) -> list[NodeReport]:
+    """By role, then by address: nodes join in any order, and the second look should find each where it was."""
+    return sorted(status.nodes, key=_place)
+
+
+def _place(report: NodeReport) -> tuple[int, str, int]:
+    host, _, port = report.info.address.rpartition(":")
+    return list(Role).index(report.info.role), host, int(port) if port.isdecimal() else 0
 
 
 def _cells(report: NodeReport) -> tuple[str, ...]:

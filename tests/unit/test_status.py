@@ -19,8 +19,8 @@ def test_status_table() -> None:
 
     blocks = BlockCounts(total=30, free=20, reserved=1, held=2, cached=7)
     nodes = (
-        report(Role.DECODE_NODE, 7420, NodeStatus(ready=True, blocks=blocks, num_running=3, num_reservations=1)),
         report(Role.KVSTORE, 7401, NodeStatus(ready=True, memory_bytes=2**20, disk_bytes=0)),
+        report(Role.DECODE_NODE, 7420, NodeStatus(ready=True, blocks=blocks, num_running=3, num_reservations=1)),
     )
     assert status.table("127.0.0.1:7400", ClusterStatus(nodes, 2, 3, ready=True)).splitlines() == [
         "coordinator 127.0.0.1:7400: ready, 3 running, 2 queued",
@@ -28,6 +28,22 @@ def test_status_table() -> None:
         "decode-node  127.0.0.1:7420  ready  3        0        1         20/1/2/7                          30",
         "kvstore      127.0.0.1:7401  ready  -        -        -         memory 1.0 MiB, disk 0 B          -",
     ]
+
+
+def test_nodes_are_listed_by_role_then_address_however_they_joined() -> None:
+    places = [
+        (Role.KVSTORE, "127.0.0.1:7401"),
+        (Role.DECODE_NODE, "127.0.0.1:10020"),
+        (Role.DECODE_NODE, "127.0.0.1:7420"),
+        (Role.PREFILL_NODE, "127.0.0.2:7410"),
+        (Role.PREFILL_NODE, "127.0.0.1:7411"),
+    ]
+    nodes = tuple(NodeReport(NodeInfo(role, InstanceId("i"), at, None), NodeStatus(), 0.1) for role, at in places)
+    expected = ["127.0.0.1:7411", "127.0.0.2:7410", "127.0.0.1:7420", "127.0.0.1:10020", "127.0.0.1:7401"]
+
+    cluster = ClusterStatus(nodes, 0, 0, ready=True)
+    assert [node["address"] for node in status.describe(cluster)["nodes"]] == expected
+    assert [line.split()[1] for line in status.table("c", cluster).splitlines()[2:]] == expected
 
 
 async def test_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
