@@ -15,7 +15,6 @@ from kvrelay.messages import DecodeFinished
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
 from kvrelay.rpc import convert_decode
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
-from kvrelay.types import ReservationId
 
 SERVICE_NAMES = ("kvrelay.pb.Decode", KV_TRANSFER)
 
@@ -37,17 +36,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return convert_decode.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewReply:
-        return decode_pb2.RenewReply(lease_s=self._loaded().renew(ReservationId(request.reservation_id)))
+        reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
+        return decode_pb2.RenewReply(lease_s=self._loaded().renew(reservation_id))
 
     async def Release(self, request: decode_pb2.ReleaseRequest, context: Context) -> decode_pb2.ReleaseReply:
-        reservation_id = ReservationId(request.reservation_id)
+        reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
         self._loaded().end(reservation_id, NotFoundError(f"reservation {reservation_id} was released"))
         return decode_pb2.ReleaseReply()
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        reservation_id = ReservationId(request.reservation_id)
+        reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
         with self._loaded().decoding(reservation_id, compute_tail=request.compute_tail) as stream:
             while True:
                 event = await stream.next()

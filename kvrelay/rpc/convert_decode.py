@@ -44,6 +44,11 @@ def reserve_request_from_pb(wire: decode_pb2.ReserveRequest) -> tuple[NodeReques
     return request, wire.num_tokens
 
 
+def reservation_id_from_pb(text: str) -> ReservationId:
+    check(text != "", "reservation id is empty")
+    return ReservationId(text)
+
+
 def reservation_granted_to_pb(granted: ReservationGranted) -> decode_pb2.ReserveReply:
     return decode_pb2.ReserveReply(
         reservation_id=granted.reservation_id,
@@ -97,7 +102,7 @@ def handoff_begin_to_bytes(begin: HandoffBegin) -> bytes:
 def handoff_begin_from_bytes(payload: bytes | memoryview) -> HandoffBegin:
     wire = parse(decode_pb2.HandoffBegin, payload)
     return HandoffBegin(
-        ReservationId(wire.reservation_id),
+        reservation_id_from_pb(wire.reservation_id),
         InstanceId(wire.instance_id),
         wire.attempt,
         wire.model_fingerprint,

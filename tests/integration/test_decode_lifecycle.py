@@ -13,6 +13,7 @@ from kvrelay.errors import (
     CorruptBlockError,
     DeadlineError,
     DuplicateRequestError,
+    InvalidRequestError,
     KVRelayError,
     NeverFitsError,
     NotFoundError,
@@ -22,7 +23,7 @@ from kvrelay.errors import (
 )
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.calls import Replies
-from kvrelay.types import CachedTokens, FinishReason
+from kvrelay.types import CachedTokens, FinishReason, ReservationId
 from tests.support.decode_harness import Handoff, Harness, decode_node, hand_over, send
 from tests.support.fake_engine import FakeRunner, make_request
 from tests.support.manual_clock import ManualClock
@@ -311,6 +312,14 @@ async def test_a_lapsed_lease_frees_the_blocks_and_ends_the_stream() -> None:
         with pytest.raises(NotFoundError, match="does not exist or has ended"):
             await read_all(harness.client.decode(granted.reservation_id))
         assert harness.registry.get_sample_value("kvrelay_leases_lapsed_total") == 1
+
+
+async def test_an_empty_reservation_id_is_called_that() -> None:
+    nobody = ReservationId("")
+    async with decode_node() as harness:
+        for call in (harness.client.renew(nobody), read_all(harness.client.decode(nobody))):
+            with pytest.raises(InvalidRequestError, match=r"^reservation id is empty$"):
+                await call
 
 
 async def test_leases_lapse_by_themselves() -> None:

@@ -83,7 +83,7 @@ token_runs = st.lists(st.builds(GeneratedToken, u32), min_size=1, max_size=4) | 
 decode_events = st.builds(TokensDecoded, token_runs.map(tuple)) | st.builds(
     DecodeFinished, st.sampled_from(FinishReason), cached_tokens, numbers
 )
-handoff_begins = st.builds(HandoffBegin, texts, texts, u32, texts, texts, u32, u32)
+handoff_begins = st.builds(HandoffBegin, ids, texts, u32, texts, texts, u32, u32)
 handoff_ends = st.builds(HandoffEnd, u32, st.binary(min_size=16, max_size=16), generated_tokens)
 received = st.builds(BlocksReceived, u32, st.booleans())
 

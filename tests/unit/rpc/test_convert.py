@@ -225,6 +225,7 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
         ),
         (convert_decode.handoff_end_from_bytes, b"", "checksum has 16 bytes, not 0"),
         (convert_decode.handoff_begin_from_bytes, b"\xff\xff\xff", "3 bytes that are no HandoffBegin"),
+        (convert_decode.handoff_begin_from_bytes, b"", "reservation id is empty"),
         (convert_decode.blocks_received_from_bytes, b"\x0a\xff", "2 bytes that are no ReceiveEvent"),
     ],
 )
