@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.client_answer import ClientAnswer, describe, facts
-from kvrelay.client_command import make_parser, run, write
+from kvrelay.client_command import make_parser, refuse, run, write
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
@@ -30,15 +30,18 @@ _COUNTS = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Streams an answer to stdout, then a line of facts; 1 with one line on stderr when there is no answer."""
+    """Streams an answer to stdout, then a line of facts. With one line on stderr: 1 when there is no answer, 2 when
+    the command line makes no sense."""
     options = _parser().parse_args(argv)
-    return run("ask", options.address, lambda: _ask(options))
+    try:
+        _check(options)
+        prompt, sampling = _prompt(options), _sampling(options)
+    except InvalidRequestError as error:
+        return refuse("ask", error.message)
+    return run("ask", options.address, lambda: _ask(options, prompt, sampling))
 
 
-async def _ask(options: argparse.Namespace) -> None:
-    prompt, sampling = _prompt(options), _sampling(options)
-    if options.timeout is not None and not options.timeout > 0:
-        raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
+async def _ask(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> None:
     async with AsyncClient(options.address) as client:
         events = client.generate(
             prompt, sampling, request_id=options.request_id, model=options.model, timeout_s=options.timeout
@@ -77,6 +80,13 @@ def parse_ids(text: str) -> tuple[int, ...]:
         if not (word.isascii() and word.isdigit() and int(word) < 2**32):
             raise InvalidRequestError(f"{word[:40]!r} is no token id; give whole numbers such as 1,2,3 or @FILE")
     return tuple(map(int, words))
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.timeout is not None and not options.timeout > 0:
+        raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
+    if options.logprobs and not options.json:
+        raise InvalidRequestError("--logprobs are only shown by --json; add it, or leave them out")
 
 
 def _prompt(options: argparse.Namespace) -> Prompt:

@@ -13,6 +13,7 @@ from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 EXIT_FAILED = 1
+EXIT_USAGE = 2  # the command line made no sense; nothing was asked
 EXIT_INTERRUPTED = 130
 
 
@@ -49,6 +50,12 @@ def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
+
+
+def refuse(command: str, reason: str) -> int:
+    """The exit status of a command line that makes no sense, after a line on stderr that says why."""
+    _fail(command, reason)
+    return EXIT_USAGE
 
 
 def _fail(command: str, reason: str) -> int:

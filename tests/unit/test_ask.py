@@ -63,10 +63,12 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--max-tokens", "-1"], "max_tokens is -1"),
         (["hello", "--timeout", "-1"], "--timeout is -1; allowed is a number of seconds over 0"),
         (["hello", "--timeout", "nan"], "--timeout is nan"),
+        (["--prompt-ids", "1,x"], "'x' is no token id"),
+        (["hello", "--logprobs", "2"], "--logprobs are only shown by --json"),
     ],
 )
 def test_contradictions(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask.main(argv) == 1
+    assert ask.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
