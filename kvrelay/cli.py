@@ -24,6 +24,7 @@ class Command:
 COMMANDS = {
     "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
+    "cancel": Command("end a running request", "kvrelay.cancel:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.main:main"),
@@ -71,13 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _outside_of_commands(arguments: Sequence[str]) -> int:
+    # The commands are listed here: argparse breaks the line after a name of 11 letters.
+    listed = "\n".join(f"  {name:14}{command.help}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="kvrelay", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="kvrelay",
+        usage="kvrelay [-h] [--version] COMMAND ...",
+        description=DESCRIPTION,
+        epilog=f"commands:\n{listed}\n\n{EPILOG}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvrelay {_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.help)
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
     if not arguments:
         parser.print_help()
         return 2

@@ -40,6 +40,7 @@ RANKS = {
     **dict.fromkeys(ROLES, 6),
     # Commands: nothing imports them but each other.
     "kvrelay.ask": 7,
+    "kvrelay.cancel": 7,
     "kvrelay.status": 7,
     "kvrelay.client_answer": 7,
     "kvrelay.client_command": 7,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -87,8 +88,8 @@ def test_no_command_explains_and_fails(capsys: pytest.CaptureFixture[str]) -> No
     assert main([]) == 2
     said = capsys.readouterr().out
     assert "Start here:" in said
-    for name in ("up", "ask", "status", "coordinator", "prefill-node", "decode-node", "kvstore", "fetch-model"):
-        assert name in said
+    for name, described in COMMANDS.items():
+        assert re.search(rf"^  {name} +{described.help}$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tests.support.arrows import modules, violations
 ROOT = Path(__file__).resolve().parents[2]
 
 WITHOUT_TORCH = ("coordinator", "kvstore", "kvrelay.rpc", "kvrelay.kv", "kvrelay.pb", "kvrelay.tokenizer",
-                 "kvrelay.detokenizer", "kvrelay.client", "kvrelay.cli", "kvrelay.ask", "kvrelay.status",
-                 "kvrelay.up")  # fmt: skip
+                 "kvrelay.detokenizer", "kvrelay.client", "kvrelay.cli", "kvrelay.ask", "kvrelay.cancel",
+                 "kvrelay.status", "kvrelay.up")  # fmt: skip
 
 BLOCKED_IMPORTS = """
 import importlib, sys

@@ -1,0 +1,27 @@
+"""`kvrelay cancel`: ends a running request from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from kvrelay.client import AsyncClient
+from kvrelay.client_command import make_parser, run, write
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns once the coordinator has ended the request; 1 with one line on stderr when no such request runs."""
+    options = _parser().parse_args(argv)
+    return run("cancel", options.address, lambda: _cancel(options))
+
+
+async def _cancel(options: argparse.Namespace) -> None:
+    async with AsyncClient(options.address) as client:
+        await client.cancel(options.request_id)
+    write(f"cancelled {options.request_id}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("cancel", "End a running request and free everything it holds; its caller is told.")
+    parser.add_argument("request_id", metavar="ID", help="its id: what `kvrelay ask --request-id` or a client gave it")
+    return parser

@@ -1,0 +1,34 @@
+"""What `kvrelay cancel` does and prints."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrelay import cancel
+from kvrelay.errors import CancelledError
+from tests.support.coordinator_ends import ends
+
+
+async def test_a_running_request_ends_and_its_caller_hears_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        asking = asyncio.create_task(cluster.ask(request_id="mine"))
+        await cluster.until_status(lambda status: status.num_running == 1)
+
+        assert await asyncio.to_thread(cancel.main, ["mine", "--address", cluster.address]) == 0
+        assert capsys.readouterr() == ("cancelled mine\n", "")
+        with pytest.raises(CancelledError, match="the request was cancelled"):
+            await asking
+
+
+async def test_a_request_that_does_not_run_is_one_line_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ends() as cluster:
+        assert await asyncio.to_thread(cancel.main, ["other", "--address", cluster.address]) == 1
+    assert capsys.readouterr() == ("", "kvrelay cancel: no request with the id 'other' is running\n")
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cancel.main(["mine", "--address", "127.0.0.1:1"]) == 1
+    assert "no coordinator answers at 127.0.0.1:1" in capsys.readouterr().err
