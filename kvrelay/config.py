@@ -30,6 +30,14 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
+_PURPOSES = {
+    Role.COORDINATOR.value: "The front door: takes requests, chooses nodes for them, streams the answers.",
+    Role.PREFILL_NODE.value: "Computes the KV cache of prompts and streams it to decode nodes.",
+    Role.DECODE_NODE.value: "Takes the KV cache of prompts and generates the answers.",
+    Role.KVSTORE.value: "Keeps KV blocks for reuse, in memory over LMDB.",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """What a field's metadata holds under "option"."""
@@ -52,8 +60,8 @@ def option(
 ) -> Any:
     """A dataclass field that can be configured; without a default it must be given.
 
-    `unit` is shown beside the help; "bytes" makes an int field take sizes such as 512MiB, and "host:port" makes a str
-    field take nothing but an address (or "").
+    `unit` is shown beside the help; "bytes" makes an int field take sizes such as 512MiB, "host:port" makes a str
+    field take nothing but an address (or ""), and "directory" says what a str field names.
     """
     metadata = {"option": Option(help, unit, tuple(choices), minimum, maximum)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -114,7 +122,12 @@ def load(cls: type[T], role: str, argv: Sequence[str], environ: Mapping[str, str
 
 def parser(cls: type[Any], role: str) -> argparse.ArgumentParser:
     """Takes every field as a flag; values stay text, and a flag not given is not in the result."""
-    result = _Parser(prog=f"kvrelay {role}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    result = _Parser(
+        prog=f"kvrelay {role}",
+        description=_PURPOSES[role],
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
     result.add_argument("--config", metavar="FILE", help="TOML file with tables [common] and one per role")
     for name, field in _fields(cls).items():
         result.add_argument(flag_name(name), **_argument(field))
@@ -187,8 +200,7 @@ def _argument(field: _Field) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     names = {int: "N", float: "X", Path: "PATH"}
     metavar = "{" + ",".join(field.option.choices) + "}" if field.option.choices else names.get(field.type, "TEXT")
-    if field.option.unit in ("bytes", "host:port"):
-        metavar = "SIZE" if field.option.unit == "bytes" else "HOST:PORT"
+    metavar = {"bytes": "SIZE", "host:port": "HOST:PORT", "directory": "DIR"}.get(field.option.unit, metavar)
     return {"metavar": metavar, "help": help_text}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.config import NodeConfig, RoleConfig, load, markdown_table, option, parse_size, parser, show_size
 from kvrelay.errors import ConfigError
+from kvrelay.types import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,3 +212,10 @@ def test_the_documentation_table_has_a_row_for_each_field() -> None:
     assert "| `--upstream` | `KVRELAY_KVSTORE_UPSTREAM` | none | store to fill from |" in rows
     assert "| `--compress` | `KVRELAY_KVSTORE_COMPRESS` | `false` | compress slabs |" in rows
     assert "| `--host` | `KVRELAY_HOST` |" in markdown_table(StoreConfig)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_help_says_in_a_line_what_the_role_does(role: Role) -> None:
+    description = parser(RoleConfig, role.value).description
+    assert description
+    assert len(description) < 80
