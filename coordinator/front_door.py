@@ -119,13 +119,15 @@ class FrontDoor:
         running.cancel("the request was cancelled")
 
     async def drain(self, deadline_s: float) -> None:
-        """Takes nothing new; lets what runs finish for `deadline_s`, then ends it."""
+        """Takes nothing new; lets what runs finish for `deadline_s` or until this is cancelled, then ends it."""
         self._draining = True
-        if self._running:
-            await asyncio.wait([running.task for running in self._running.values()], timeout=deadline_s)
-        leftover = list(self._running.values())
-        for running in leftover:
-            running.fail(UnavailableError("this coordinator is shutting down; send the request to another one"))
+        try:
+            if self._running:
+                await asyncio.wait([running.task for running in self._running.values()], timeout=deadline_s)
+        finally:
+            leftover = list(self._running.values())
+            for running in leftover:
+                running.fail(UnavailableError("this coordinator is shutting down; send the request to another one"))
         if leftover:
             await asyncio.wait([running.task for running in leftover])
 

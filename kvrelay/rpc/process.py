@@ -35,6 +35,7 @@ EXIT_USAGE = 2  # the configuration, or a port that is taken
 
 # Replies under way when all work is done. Streams that are no work (health watches, members) are cut after it.
 LINGER_S = 1.0
+LAST_WORDS_S = 0.2  # for calls that a drain failed when it was cut short: without it they hear gRPC's words for it
 CLOSE_TIMEOUT_S = 5.0
 
 # glibc's mallopt. Untuned, each message of 1 MiB is mapped and unmapped: 100,000 page faults a GB and half the rate.
@@ -58,7 +59,8 @@ class App(Protocol):
         """Loads, joins, sets readiness. Calls may already arrive; `address` is how others reach this process."""
 
     async def drain(self, deadline_s: float) -> None:
-        """Takes no new work, returns when running work is done; cancelled when `deadline_s` is over."""
+        """Takes no new work, returns when running work is done; cancelled when `deadline_s` is over or at a second
+        signal. What runs then may be failed: its callers are still told."""
 
     async def close(self) -> None:
         """Releases everything; also after a failed or cancelled `start`."""
@@ -169,6 +171,7 @@ async def _drain(app: App, server: grpc.aio.Server, readiness: Readiness, grace_
     readiness.close("draining")
     if not await _unless_hastened(app.drain(grace_s), grace_s, signals):
         logger.warning("stopping before all work was done")
+        await asyncio.sleep(LAST_WORDS_S)
     await _unless_hastened(server.stop(LINGER_S), LINGER_S + CLOSE_TIMEOUT_S, signals)
 
 

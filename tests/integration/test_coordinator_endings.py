@@ -139,6 +139,18 @@ async def test_drain_ends_what_outlives_the_grace_period() -> None:
             await asked
 
 
+async def test_drain_that_is_hastened_tells_what_still_runs() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        asked = asyncio.create_task(cluster.ask())
+        await cluster.decode[0].until_reached("token")
+        draining = asyncio.create_task(cluster.app.drain(1_000.0))
+        await asyncio.sleep(0)
+        draining.cancel()
+        with pytest.raises(UnavailableError, match="this coordinator is shutting down"):
+            await asked
+
+
 async def test_drain_that_begins_while_a_prompt_is_tokenized_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends() as cluster:
         tokenizing, tokenized = asyncio.Event(), asyncio.Event()

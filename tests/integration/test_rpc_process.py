@@ -155,6 +155,17 @@ async def test_a_second_signal_hastens_the_drain() -> None:
         assert "CLOSED" in await running.rest()
 
 
+async def test_calls_that_a_hastened_drain_fails_still_hear_why() -> None:
+    async with fake_role("--hold-s", "3600", "--grace-s", "3600", "--last-words") as running:
+        async with holding(await running.ready_address()) as replies:
+            running.terminate()
+            await running.saw("DRAINING")
+            running.terminate()
+            assert [message async for message in replies] == [b"told"]
+
+        assert await running.child.wait() == 0
+
+
 async def test_signals_do_not_cut_short_what_closes_the_process() -> None:
     async with fake_role("--failure", "slow-close") as running:
         await running.ready_address()

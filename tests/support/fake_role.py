@@ -29,6 +29,7 @@ SERVICE = "kvrelay.pb.Fake"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeConfig(RoleConfig):
     hold_s: float = option(0.0, "how long Hold holds its call", unit="s")
+    last_words: bool = option(False, 'a drain that is cut short ends its calls with "told" instead')
     failure: str = option("", "what goes wrong", choices=("", "model", "bug", "slow-start", "close", "slow-close"))
 
 
@@ -38,6 +39,7 @@ class FakeApp:
     def __init__(self, config: FakeConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
         self._config = config
         self._running: set[asyncio.Event] = set()
+        self._cut_short = asyncio.Event()
 
     def register(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((raw_methods(SERVICE, unary_stream={"Hold": self.hold}),))
@@ -49,8 +51,12 @@ class FakeApp:
         self._running.add(ended)
         try:
             yield b"held"
-            await asyncio.sleep(self._config.hold_s)
-            yield b"done"
+            try:
+                async with asyncio.timeout(self._config.hold_s):
+                    await self._cut_short.wait()
+                yield b"told"
+            except TimeoutError:
+                yield b"done"
         finally:
             self._running.discard(ended)
             ended.set()
@@ -67,8 +73,13 @@ class FakeApp:
 
     async def drain(self, deadline_s: float) -> None:
         sys.stderr.write("DRAINING\n")
-        for ended in list(self._running):
-            await ended.wait()
+        try:
+            for ended in list(self._running):
+                await ended.wait()
+        except asyncio.CancelledError:
+            if self._config.last_words:
+                self._cut_short.set()
+            raise
 
     async def close(self) -> None:
         if self._config.failure == "slow-close":
