@@ -66,4 +66,4 @@ class Coordinator:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return process.main(CoordinatorConfig, Role.COORDINATOR, Coordinator, argv)
+    return process.main(CoordinatorConfig, Role.COORDINATOR, lambda: Coordinator, argv)

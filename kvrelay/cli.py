@@ -61,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, rest = arguments[0], arguments[1:]
     try:
         return _target(COMMANDS[command].target)(rest)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package in OWN_PACKAGES:
+            raise
+        print(f"kvrelay {command}: {_how_to_install(package)}", file=sys.stderr)
+        return 2
     except KVRelayError as error:
         print(f"kvrelay {command}: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -99,18 +105,13 @@ def _version() -> str:
 
 def _target(name: str) -> Callable[[Sequence[str]], int]:
     module_name, function_name = name.split(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package in OWN_PACKAGES:
-            raise
-        raise ConfigError(
-            f"the Python package {package!r} is not installed; `pip install 'kvrelay[all]'` brings what every command "
-            "needs"
-        ) from error
-    function: Callable[[Sequence[str]], int] = getattr(module, function_name)
+    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module_name), function_name)
     return function
+
+
+def _how_to_install(package: str) -> str:
+    remedy = "`pip install 'kvrelay[all]'` brings what every command needs"
+    return f"the Python package {package!r} is not installed; {remedy}"
 
 
 def up(argv: Sequence[str]) -> int:

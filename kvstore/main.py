@@ -74,4 +74,4 @@ class KVStoreApp:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return process.main(KVStoreConfig, Role.KVSTORE, KVStoreApp, argv)
+    return process.main(KVStoreConfig, Role.KVSTORE, lambda: KVStoreApp, argv)

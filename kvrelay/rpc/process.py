@@ -69,13 +69,18 @@ class App(Protocol):
 MakeApp = Callable[[C, InstanceId, CollectorRegistry], App]
 
 
-def main(config_class: type[C], role: Role, make_app: MakeApp[C], argv: Sequence[str] | None = None) -> int:
-    """A role's whole command: configuration from `argv` (default: the command line) and the environment, then `run`."""
+def main(
+    config_class: type[C], role: Role, load_app: Callable[[], MakeApp[C]], argv: Sequence[str] | None = None
+) -> int:
+    """A role's whole command: configuration from `argv` (default: the command line) and the environment, then `run`.
+
+    `load_app` is called between the two, to import what takes its time.
+    """
     try:
         config = configuration.load(config_class, role.value, sys.argv[1:] if argv is None else argv, os.environ)
     except ConfigError as error:
         return _fail(role, error)
-    return run(make_app, config, role)
+    return run(load_app(), config, role)
 
 
 def run(make_app: MakeApp[C], config: C, role: Role) -> int:

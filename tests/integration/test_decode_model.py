@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode_node.app import DecodeApp
 from decode_node.config import DecodeConfig
-from decode_node.main import DecodeApp
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.sequence import Sequence

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode_node.app import DecodeApp
 from decode_node.config import DecodeConfig
-from decode_node.main import DecodeApp
 from kvrelay.errors import StaleError
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import block_hashes, chain_root
@@ -31,8 +31,8 @@ from kvrelay.rpc.channel import cancelling, open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import FinishReason, InstanceId, RequestId
+from prefill_node.app import PrefillApp
 from prefill_node.config import PrefillConfig
-from prefill_node.main import PrefillApp
 from tests.support.hosting import hosted
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model

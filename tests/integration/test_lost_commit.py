@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode_node.app import DecodeApp
 from decode_node.config import DecodeConfig
-from decode_node.main import DecodeApp
 from kvrelay.errors import UnavailableError
 from kvrelay.inference import TokenPrompt, Usage
 from kvrelay.messages import NodeRequest
 from kvrelay.rpc import convert_decode
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import CachedTokens, InstanceId, RequestId
+from prefill_node.app import PrefillApp
 from prefill_node.config import PrefillConfig
-from prefill_node.main import PrefillApp
 from tests.support.coordinator_ends import ends, greedy
 from tests.support.hosting import hosted
 from tests.support.reference import ReferenceEngine

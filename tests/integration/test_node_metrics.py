@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode_node.app import DecodeApp
 from decode_node.config import DecodeConfig
-from decode_node.main import DecodeApp
 from kvrelay.types import InstanceId
+from prefill_node.app import PrefillApp
 from prefill_node.config import PrefillConfig
-from prefill_node.main import PrefillApp
 from tests.support.hosting import hosted
 from tests.support.tiny_model import make_tiny_model
 

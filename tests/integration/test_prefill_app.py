@@ -16,8 +16,8 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.types import CachedTokens, InstanceId, RequestId
 from kvstore.config import KVStoreConfig
 from kvstore.main import KVStoreApp
+from prefill_node.app import PrefillApp
 from prefill_node.config import PrefillConfig
-from prefill_node.main import PrefillApp
 from tests.support.hosting import hosted
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from decode_node.app import DecodeApp
 from decode_node.config import DecodeConfig
-from decode_node.main import DecodeApp
 from kvrelay.errors import UnavailableError
 from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
 from kvrelay.messages import NodeRequest
@@ -23,8 +23,8 @@ from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import InstanceId, RequestId
+from prefill_node.app import PrefillApp
 from prefill_node.config import PrefillConfig
-from prefill_node.main import PrefillApp
 from tests.support.coordinator_ends import ends, greedy
 from tests.support.hosting import hosted
 from tests.support.tiny_model import make_tiny_model

@@ -98,4 +98,4 @@ def _exit_slowly() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(process.main(FakeConfig, Role.KVSTORE, FakeApp))
+    sys.exit(process.main(FakeConfig, Role.KVSTORE, lambda: FakeApp))

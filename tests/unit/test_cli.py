@@ -84,6 +84,17 @@ def test_a_missing_package_says_what_to_install(
     assert "package 'torch_that_is_not_there' is not installed; `pip install 'kvrelay[all]'`" in capsys.readouterr().err
 
 
+def test_a_package_that_is_missed_only_later_says_so_too(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: Sequence[str]) -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
+
+    command.main = run  # type: ignore[attr-defined]
+    assert main(["try"]) == 2
+    assert "package 'torch' is not installed" in capsys.readouterr().err
+
+
 def test_no_command_explains_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     said = capsys.readouterr().out

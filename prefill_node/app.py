@@ -1,0 +1,107 @@
+"""Puts the node together, in order, and takes it apart in reverse."""
+
+from __future__ import annotations
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from kvrelay.cluster import NodeStatus
+from kvrelay.engine.host import EngineHost
+from kvrelay.engine.load import LoadedEngine
+from kvrelay.kv.remote import StoreClient
+from kvrelay.rpc.health import Readiness
+from kvrelay.types import InstanceId, Role
+from prefill_node.config import PrefillConfig
+from prefill_node.engine import PrefillCore, PrefillOutput
+from prefill_node.jobs import KVAccess, PrefillJobs
+from prefill_node.links import DecodeLinks
+from prefill_node.metrics import PrefillMetrics
+from prefill_node.scheduler import PrefillScheduler
+from prefill_node.service import SERVICE_NAMES, PrefillService
+
+OFFLOAD_BLOCKS = 32  # read between two steps; a step of 512 tokens fills as many
+
+
+class PrefillApp:
+    """One prefill node; see `kvrelay.rpc.process.App`."""
+
+    service_names = SERVICE_NAMES
+
+    def __init__(self, config: PrefillConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
+        self._config = config
+        self._metrics = PrefillMetrics(registry)
+        self._service = PrefillService()
+        self.host: EngineHost[PrefillCore] = EngineHost(
+            config,
+            instance_id,
+            registry,
+            make_core=self._make_core,
+            deliver=self._deliver,
+            status=self.status,
+            on_stuck=self._on_stuck,
+        )
+
+    def register(self, server: grpc.aio.Server) -> None:
+        self._service.register(server)
+
+    async def start(self, address: str, readiness: Readiness) -> None:
+        """Loads the model, then joins the coordinator. Raises ModelFileError or ConfigError."""
+        loaded = await self.host.start(readiness)
+        store = await self.host.open_store(PrefillCore.read, batch_blocks=OFFLOAD_BLOCKS)
+        jobs = self._make_jobs(loaded, store)
+        jobs.take(await self.host.engine.call(PrefillCore.report))
+        self._service.jobs = jobs
+        self.host.spawn(self._watch_engine(jobs))
+        await self.host.join(Role.PREFILL_NODE, address)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Whoever calls bounds it by `deadline_s`; jobs that still run then end with the server."""
+        if self._service.jobs is not None:
+            await self._service.jobs.drain()
+
+    async def close(self) -> None:
+        await self.host.close()
+
+    def status(self) -> NodeStatus:
+        jobs = self._service.jobs
+        return jobs.status(ready=self.host.readiness.ready) if jobs is not None else NodeStatus()
+
+    def _make_core(self, loaded: LoadedEngine) -> PrefillCore:
+        """Runs on the engine thread."""
+        config = self._config
+        scheduler = PrefillScheduler(
+            max_batched_tokens=config.max_batched_tokens,
+            chunk_tokens=config.chunk_tokens,
+            max_prefills=config.max_prefills,
+            max_waiting=config.max_waiting,
+        )
+        return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, config.block_tokens)
+
+    def _make_jobs(self, loaded: LoadedEngine, store: StoreClient | None) -> PrefillJobs:
+        links = DecodeLinks()
+        self.host.on_close(links.close)
+        return PrefillJobs(
+            self.host.engine,
+            loaded.info,
+            KVAccess(loaded.cache.read_slab, loaded.cache.write_slab),
+            links,
+            self._metrics,
+            stall_s=self._config.handoff_stall_s,
+            load_limit_s=self._config.load_limit_s,
+            store=store,
+            offer=self.host.offer,
+            on_status=self.host.changed,
+        )
+
+    async def _watch_engine(self, jobs: PrefillJobs) -> None:
+        await self.host.engine.wait_ended()
+        jobs.fail_all("this prefill node's engine has stopped; use another node")
+
+    def _deliver(self, output: object) -> None:
+        assert isinstance(output, PrefillOutput)
+        if self._service.jobs is not None:
+            self._service.jobs.take(output)
+
+    def _on_stuck(self) -> None:
+        if self._service.jobs is not None:
+            self._service.jobs.fail_if_stuck()
