@@ -58,6 +58,15 @@ def check(answers: list[Answer]) -> None:
         assert answer.finished.usage.completion_tokens == len(case.output_ids), case.name
 
 
+def check_nothing_was_computed_twice(cluster: Cluster, answers: list[Answer]) -> None:
+    """Of all answers so far: prompts on the prefill node but for what was cached, answers on the decode node but for
+    the first token, which came with the KV, and the last, which nothing follows."""
+    num_prompt = sum(answer.finished.usage.prompt_tokens - answer.finished.usage.cached.total for answer in answers)
+    num_decoded = sum(len(answer.token_ids) - 1 for answer in answers)
+    assert cluster.prefill[0].metric("kvrelay_prefill_tokens_computed_total") == num_prompt
+    assert cluster.decode[0].metric("kvrelay_decode_tokens_computed_total") == num_decoded
+
+
 def full_blocks(prompt_ids: tuple[int, ...]) -> int:
     """Tokens in the blocks a later request can share: all full ones, but never the block of the last token."""
     return (len(prompt_ids) - 1) // 16 * 16
@@ -81,7 +90,7 @@ async def wait_until_stored(cluster: Cluster, tier: str, num_blocks: int) -> Non
 NUM_STORED_BLOCKS = len({case.prompt_ids[: 16 * (i + 1)] for case in CASES for i in range(len(case.prompt_ids) // 16)})
 
 
-async def test_cold_one_after_another(client: AsyncClient) -> None:
+async def test_cold_one_after_another(cluster: Cluster, client: AsyncClient) -> None:
     answers = await ask_all(client, concurrency=1)
     check(answers)
     seen: set[tuple[int, ...]] = set()
@@ -90,6 +99,7 @@ async def test_cold_one_after_another(client: AsyncClient) -> None:
             assert answer.finished.usage.cached == CachedTokens(), case.name
             assert answer.finished.handoff_bytes == -(-len(case.prompt_ids) // 16) * SLAB_BYTES, case.name
         seen.add(case.prompt_ids)
+    check_nothing_was_computed_twice(cluster, answers)
 
 
 async def test_prefix_on_the_devices(client: AsyncClient) -> None:

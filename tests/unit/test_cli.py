@@ -136,8 +136,8 @@ def test_every_command_exists() -> None:
         assert callable(cli._target(command.target)), name
 
 
-def test_help_is_quick_and_needs_no_role() -> None:
+def test_help_needs_neither_torch_nor_grpc_nor_a_role() -> None:
     script = (
         "import sys, kvrelay.cli; assert not {'torch', 'grpc', 'coordinator'} & set(sys.modules), sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

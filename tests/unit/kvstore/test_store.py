@@ -377,6 +377,7 @@ def test_whatever_happens_a_get_serves_the_bytes_that_were_put(
 
 async def run_steps(path: Path, steps: list[tuple[str, int]]) -> None:
     put_numbers: set[int] = set()
+    steps_taken = len(steps)
     while steps:
         async with opened(path, memory_blocks=3, disk_bytes=MIN_DISK_BYTES) as store:
             while steps:
@@ -399,4 +400,5 @@ async def run_steps(path: Path, steps: list[tuple[str, int]]) -> None:
                 assert stats.memory.num_bytes <= stats.memory.capacity_bytes
                 assert stats.disk.num_bytes <= stats.disk.capacity_bytes
                 assert stats.write_failures == 0
-    assert (path / "data.mdb").stat().st_size <= MIN_DISK_BYTES if path.joinpath("data.mdb").exists() else True
+    if steps_taken:
+        assert (path / "data.mdb").stat().st_size <= MIN_DISK_BYTES
