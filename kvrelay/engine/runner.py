@@ -69,9 +69,14 @@ class ModelRunner:
             slot_mapping_T=ids(arrays.slot_mapping_T),
             query_starts=tuple(arrays.query_starts),
             context_lens=tuple(arrays.context_lens),
-            block_tables=tuple(ids(table) for table in arrays.block_tables),
+            block_table_RB=self._block_table(arrays.block_tables),
             logit_rows_N=ids(arrays.logit_rows_N),
         )
+
+    def _block_table(self, tables: list[list[BlockId]]) -> torch.Tensor:
+        longest = max(map(len, tables))
+        padded = [table + [BlockId(0)] * (longest - len(table)) for table in tables]
+        return torch.tensor(padded, dtype=torch.int32, device=self._device)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
         return SamplingRow(

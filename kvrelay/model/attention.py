@@ -100,10 +100,11 @@ class _DecodeGroup:
 
     @classmethod
     def build(cls, inp: StepInput, cache: PagedKVCache, rows: Sequence[int], num_blocks: Sequence[int]) -> _DecodeGroup:
-        tables = [inp.block_tables[row][: num_blocks[row]] for row in rows]
-        padded_RB = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
-        padded_RB = torch.where(padded_RB < 0, padded_RB[:, :1], padded_RB)  # any block of the row's own will do
-        device, dtype = padded_RB.device, cache.tensor.dtype
+        device, dtype = inp.block_table_RB.device, cache.tensor.dtype
+        num_blocks_R1 = torch.tensor([[num_blocks[row]] for row in rows], device=device)
+        padded_RB = inp.block_table_RB[torch.tensor(rows, device=device), : int(num_blocks_R1.max())]
+        own_RB = torch.arange(padded_RB.shape[1], device=device) < num_blocks_R1
+        padded_RB = torch.where(own_RB, padded_RB, padded_RB[:, :1])  # any block of the row's own will do
         lengths_R1 = torch.tensor([[inp.context_lens[row]] for row in rows], device=device)
         positions_S = torch.arange(padded_RB.shape[1] * cache.layout.block_tokens, device=device)
         mask_RS = torch.zeros(len(rows), len(positions_S), dtype=dtype, device=device)
@@ -129,7 +130,7 @@ class _PrefillRow:
     @classmethod
     def build(cls, inp: StepInput, cache: PagedKVCache, row: int, num_blocks: int) -> _PrefillRow:
         query_len, context_len = inp.query_len(row), inp.context_lens[row]
-        table = inp.block_tables[row][:num_blocks]
+        table = inp.block_table_RB[row, :num_blocks]
         if query_len == context_len:
             return cls(table, context_len, None)
         hidden_TS = torch.ones(query_len, context_len, dtype=torch.bool, device=table.device)

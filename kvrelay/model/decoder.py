@@ -109,4 +109,4 @@ def _clear_begun_blocks(inp: StepInput, cache: PagedKVCache) -> None:
     for row, context_len in enumerate(inp.context_lens):
         num_tokens = context_len % block_tokens
         if num_tokens and inp.query_len(row) >= num_tokens:
-            cache.clear_rest(int(inp.block_tables[row][context_len // block_tokens]), num_tokens)
+            cache.clear_rest(int(inp.block_table_RB[row, context_len // block_tokens]), num_tokens)

@@ -11,7 +11,7 @@ from torch import Tensor
 class StepInput:
     """A batch of ragged rows laid end to end: R rows (sequences), T tokens in all, N rows whose logits are wanted.
 
-    All tensors are int64 on the model's device.
+    All tensors are int64 on the model's device, the block table is int32.
     """
 
     token_ids_T: Tensor
@@ -19,7 +19,7 @@ class StepInput:
     slot_mapping_T: Tensor  # where its KV goes: block id * block_tokens + offset in the block
     query_starts: tuple[int, ...]  # R + 1 indices into T
     context_lens: tuple[int, ...]  # R: KV positions visible to a row's last token, earlier ones and this step's
-    block_tables: tuple[Tensor, ...]  # R, each at least ceil(context_len / block_tokens) block ids
+    block_table_RB: Tensor  # block ids of each row, at least ceil(context_len / block_tokens); 0 beyond that
     logit_rows_N: Tensor  # indices into T
 
     @property

@@ -45,7 +45,9 @@ def step_input(rows: list[tuple[Row, int]], block_tokens: int) -> StepInput:
         slot_mapping_T=torch.tensor(slots),
         query_starts=tuple(query_starts),
         context_lens=tuple(context_lens),
-        block_tables=tuple(torch.tensor(table) for table in tables),
+        block_table_RB=torch.tensor(
+            [table + [0] * (max(map(len, tables)) - len(table)) for table in tables], dtype=torch.int32
+        ),
         logit_rows_N=torch.arange(len(tokens)),
     )
 
