@@ -9,16 +9,19 @@ ARGS ?=
 TESTS ?= tests/unit tests/integration tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test lint fmt fmt-check type check proto config-table bench clean
+.PHONY: help venv native up test lint fmt fmt-check type check proto config-table bench clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 venv: $(INSTALLED)  ## install the project and its tools into .venv
 
-$(INSTALLED): pyproject.toml scripts/install
+$(INSTALLED): pyproject.toml scripts/install scripts/build_native.py kvrelay/model/cpp/decoder.cpp
 	@PYTHON="$(PYTHON)" scripts/install $(VENV)
 	@touch $@
+
+native: $(INSTALLED)  ## build the native decoder alone
+	$(BIN)/python scripts/build_native.py
 
 up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other shapes
 	@exec $(BIN)/kvrelay up $(ARGS)

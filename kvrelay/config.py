@@ -92,6 +92,17 @@ class NodeConfig(RoleConfig):
     model: Path = option(help="a GGUF file or a Hugging Face directory")
     model_name: str = option("", "name in this node's reports (clients ask by the coordinator's); default: the file's")
     dtype: str = option("bfloat16", "type of weights, KV and computation", choices=("bfloat16", "float16", "float32"))
+    weights: str = option(
+        "file",
+        "file computes with quantised weights as a GGUF file has them where that is possible, "
+        "dtype turns all into dtype when the model is loaded",
+        choices=("file", "dtype"),
+    )
+    decoder: str = option(
+        "auto",
+        "native is the compiled decoder for CPUs, torch the plain one; auto takes the native one where it can serve",
+        choices=("auto", "native", "torch"),
+    )
     device: str = option("cpu", "where the model runs; auto prefers a GPU", choices=("cpu", "cuda", "auto"))
     threads: int = option(0, "threads of one computation; 0 takes every core", minimum=0)
     num_blocks: int = option(0, "KV blocks of the pool; 0 derives them from kv_bytes", minimum=0)

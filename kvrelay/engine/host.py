@@ -143,6 +143,8 @@ class EngineHost(Generic[C]):
             block_tokens=config.block_tokens,
             threads=config.threads,
             device=config.device,
+            weights=config.weights,
+            decoder=config.decoder,
         )
         return self._make_core(self._loaded)
 

@@ -16,7 +16,6 @@ from kvrelay.kv.cache import PagedKVCache
 from kvrelay.kv.frame import HEADER_BYTES
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
-from kvrelay.model.attention import choose_backend
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.fingerprint import model_fingerprint
 from kvrelay.model.sampler import Sampler
@@ -48,30 +47,35 @@ def load_engine(
     block_tokens: int = 16,
     threads: int = 0,
     device: str = "cpu",
+    weights: str = "file",
+    decoder: str = "auto",
 ) -> LoadedEngine:
     """Loads `model` (a GGUF file or a Hugging Face directory) and runs it once.
 
     The pool gets `num_blocks` blocks, or as many as fit into `kv_bytes` if that is 0. `threads` 0 leaves torch's own
-    choice; `device` is "cpu", "cuda" or "auto". Raises ModelFileError or ConfigError, saying what is wrong.
+    choice; `device` is "cpu", "cuda" or "auto"; `weights` and `decoder` are as for `load_decoder`. Raises
+    ModelFileError or ConfigError, saying what is wrong.
     """
     started = time.monotonic()
     device = _device(device)
     if threads:
         torch.set_num_threads(threads)
-    config, decoder = load_decoder(model, dtype=dtype, device=device)
+    config, model_decoder = load_decoder(
+        model, dtype=dtype, device=device, weights=weights, num_threads=threads, decoder=decoder
+    )
     layout = config.layout(dtype, block_tokens)
     _check_message_size(layout)
     num_blocks = num_blocks or _blocks_in(kv_bytes, layout)
     cache = PagedKVCache(layout, num_blocks, device)
     runner = ModelRunner(
-        decoder, cache, Sampler(), config.eos_token_ids, block_tokens=layout.block_tokens, device=device
+        model_decoder, cache, Sampler(), config.eos_token_ids, block_tokens=layout.block_tokens, device=device
     )
-    info = _model_info(model, name, config, layout, device)
+    info = _model_info(model, name, config, layout, model_decoder.backend_name)
     loaded_s = time.monotonic() - started
     runner.warm_up()
     logger.info(
-        "serving %s (%s): loaded in %.1f s, warm after %.1f s; %d blocks of %d tokens, %.0f MiB of KV",
-        *(info.name, dtype, loaded_s, time.monotonic() - started),
+        "serving %s (%s, %s): loaded in %.1f s, warm after %.1f s; %d blocks of %d tokens, %.0f MiB of KV",
+        *(info.name, dtype, info.attention_backend, loaded_s, time.monotonic() - started),
         *(num_blocks, layout.block_tokens, num_blocks * layout.slab_bytes / MIB),
     )
     return LoadedEngine(info=info, runner=runner, cache=cache, pool=BlockPool(num_blocks))
@@ -104,7 +108,7 @@ def _blocks_in(kv_bytes: int, layout: KVLayout) -> int:
     return num_blocks
 
 
-def _model_info(model: Path, name: str, config: ModelConfig, layout: KVLayout, device: str) -> ModelInfo:
+def _model_info(model: Path, name: str, config: ModelConfig, layout: KVLayout, backend: str) -> ModelInfo:
     return ModelInfo(
         name=name or (model.stem if model.is_file() else model.name),
         fingerprint=model_fingerprint(model),
@@ -114,5 +118,5 @@ def _model_info(model: Path, name: str, config: ModelConfig, layout: KVLayout, d
         eos_token_ids=config.eos_token_ids,
         layout=layout,
         dtype=layout.dtype,
-        attention_backend=choose_backend(device).name,
+        attention_backend=backend,
     )

@@ -9,9 +9,9 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.messages import NodeRequest
-from kvrelay.model.decoder import Decoder
 from kvrelay.model.sampler import Sampler, SamplingRow
 from kvrelay.model.step import StepInput
+from kvrelay.model.weights import StepDecoder
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockHash, BlockId, RequestId
 
@@ -21,7 +21,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         cache: PagedKVCache,
         sampler: Sampler,
         eos_token_ids: tuple[int, ...],

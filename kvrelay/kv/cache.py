@@ -6,6 +6,9 @@ event loop may do itself, for blocks whose ownership (see kvrelay.kv.pool) keeps
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,7 @@ class PagedKVCache:
     def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.tensor = torch.zeros(num_blocks, *layout.slab_shape, dtype=DTYPES[layout.dtype], device=device)
+        self.tensor = _zeros((num_blocks, *layout.slab_shape), DTYPES[layout.dtype], device)
         # One row a token position, K or V, of one layer: what `store` writes to.
         self._rows = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
         self._bytes = _raw_bytes(self.tensor) if device == "cpu" else None
@@ -76,6 +79,15 @@ class PagedKVCache:
             return
         start = block_id * self.layout.slab_bytes
         self._bytes[start : start + self.layout.slab_bytes] = source
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """On the CPU in large pages, where the system gives them: attention walks through blocks in any order."""
+    if device != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:

@@ -59,6 +59,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.attention = attention
+        self.backend_name = f"torch-{attention.name}"
         self._embedding_VC = embedding_VC
         self._layers = layers
         self._norm_C = norm_C

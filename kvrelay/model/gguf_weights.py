@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantised exactly.
+"""Weights of a GGUF file, dequantised exactly or as they are.
 
 llama.cpp's converter stores the rows of q and k so that rotary pairs are neighbours; they are put back here.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvrelay.errors import ModelFileError
 from kvrelay.gguf_metadata import TensorPlace, not_whole, read_header
 from kvrelay.model.config import from_gguf
+from kvrelay.model.weight_source import Quantization, QuantizedMatrix
 
 _NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -33,6 +34,10 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+_COMPUTABLE: dict[gguf.GGMLQuantizationType, Quantization] = {
+    gguf.GGMLQuantizationType.Q4_1: "Q4_1",
+    gguf.GGMLQuantizationType.Q8_0: "Q8_0",
 }
 
 
@@ -54,12 +59,21 @@ class GGUFWeights:
         )
 
     def tensor(self, name: str) -> Tensor:
-        weight = self._read(_gguf_name(name))
+        return self._in_order(name, self._read(_gguf_name(name)))
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        data, kind = self._stored(_gguf_name(name))
+        name_of_kind = _COMPUTABLE.get(kind)
+        if name_of_kind is None:
+            return None
+        return QuantizedMatrix(name_of_kind, self._in_order(name, torch.from_numpy(np.array(data))))
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
         if name.endswith("q_proj.weight"):
-            return _unpermute(weight, self.config.num_heads)
+            return _unpermute(rows, self.config.num_heads)
         if name.endswith("k_proj.weight"):
-            return _unpermute(weight, self.config.num_kv_heads)
-        return weight
+            return _unpermute(rows, self.config.num_kv_heads)
+        return rows
 
     def rope_divisors(self) -> Tensor | None:
         return self._read("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None

@@ -40,6 +40,10 @@ class HFWeights:
         except SafetensorError as error:
             raise ModelFileError(f"cannot read tensor {name} from {self._directory / file_name}: {error}") from error
 
+    def quantized(self, name: str) -> None:
+        """Safetensors of a Llama hold no quantised matrix that is served."""
+        return
+
     def rope_divisors(self) -> Tensor | None:
         return None
 

@@ -20,11 +20,7 @@ class RotaryTable:
         self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", divisors: Tensor | None = None
     ) -> None:
         """`divisors` [D/2] divide the frequencies (a GGUF file carries llama3 scaling in this form)."""
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        if divisors is not None:
-            frequencies = frequencies / divisors
-        angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = cos_and_sin(config, divisors)
         self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device, dtype)
         self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device, dtype)
 
@@ -40,6 +36,15 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     rotated[..., :half].addcmul_(x_THD[..., half:], sin_T1D[..., :half])
     rotated[..., half:].addcmul_(x_THD[..., :half], sin_T1D[..., half:])
     return rotated
+
+
+def cos_and_sin(config: ModelConfig, divisors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of every position and pair, float32 [max_model_len, D/2]; `divisors` as for RotaryTable."""
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    if divisors is not None:
+        frequencies = frequencies / divisors
+    angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kvrelay.errors import ModelFileError
 from kvrelay.model.config import ModelConfig
+
+Quantization = Literal["Q4_1", "Q8_0"]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix as GGUF packs it, 32 inputs to a block: uint8 [outputs, bytes of a row]."""
+
+    kind: Quantization
+    rows: Tensor
 
 
 class WeightSource(Protocol):
@@ -15,6 +26,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """A float32 tensor on the CPU, rows of q and k in half-split rotary order. ModelFileError if it is missing."""
+        ...
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        """The same matrix as the file has it, or None if it is of no kind that can be computed with directly."""
         ...
 
     def rope_divisors(self) -> Tensor | None:

@@ -1,29 +1,70 @@
-"""Reads a model from disk into a decoder."""
+"""Reads a model from disk into a decoder: the native one where it runs, else the plain one."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvrelay.kv.cache import DTYPES
+from kvrelay.errors import ConfigError
+from kvrelay.kv.cache import DTYPES, PagedKVCache
 from kvrelay.model.attention import choose_backend
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.decoder import Decoder, DecoderLayer
 from kvrelay.model.gguf_weights import GGUFWeights
 from kvrelay.model.hf_weights import HFWeights
 from kvrelay.model.linear import Linear, make_linear
+from kvrelay.model.native import find_library
+from kvrelay.model.native_decoder import unsupported
+from kvrelay.model.native_weights import load_native
 from kvrelay.model.rotary import RotaryTable
+from kvrelay.model.step import StepInput
 from kvrelay.model.weight_source import WeightSource, check_shape
 
+_log = logging.getLogger(__name__)
 
-def load_decoder(path: Path, *, dtype: str, device: str = "cpu") -> tuple[ModelConfig, Decoder]:
+
+class StepDecoder(Protocol):
+    """What a runner needs of a decoder."""
+
+    config: ModelConfig
+    dtype: str
+    backend_name: str
+
+    def step(self, inp: StepInput, cache: PagedKVCache) -> Tensor: ...
+
+
+def open_weights(path: Path) -> WeightSource:
+    """A GGUF file or a Hugging Face directory. Raises ModelFileError naming what is missing, broken or not served."""
+    return HFWeights(path) if path.is_dir() else GGUFWeights(path)
+
+
+def load_decoder(
+    path: Path, *, dtype: str, device: str = "cpu", weights: str = "dtype", num_threads: int = 0, decoder: str = "auto"
+) -> tuple[ModelConfig, StepDecoder]:
     """A decoder from a GGUF file or a Hugging Face directory. `dtype` is a key of kvrelay.kv.cache.DTYPES.
 
-    Weights become float32 first, then `dtype`. Raises ModelFileError naming what is missing, broken or not served.
+    With `weights` "file", matrices that the file has quantised stay so, if the native decoder serves and knows the
+    kind; else weights become float32 first, then `dtype`. `num_threads` 0 takes as many as torch does. `decoder` is
+    "auto", "native" (ConfigError where it cannot serve) or "torch". Raises ModelFileError naming what is missing,
+    broken or not served.
     """
-    source: WeightSource = HFWeights(path) if path.is_dir() else GGUFWeights(path)
+    source = open_weights(path)
+    if device == "cpu" and decoder != "torch":
+        library = find_library()
+        reason = unsupported(source.config, dtype, library) if library else "it was not built, or not for this CPU"
+        if library is not None and reason is None:
+            num_threads = num_threads or torch.get_num_threads()
+            return source.config, load_native(source, dtype, library, num_threads=num_threads, keep=weights == "file")
+        if decoder == "native":
+            raise ConfigError(f"the native decoder cannot serve this model: {reason}; use --decoder auto or torch")
+        if library is not None:
+            _log.warning("the native decoder cannot serve this model (%s); serving with plain torch, slower", reason)
+    elif decoder == "native":
+        raise ConfigError(f"the native decoder runs on CPUs, and the device is {device}; use --decoder auto")
     return source.config, _Builder(source, DTYPES[dtype], device).decoder(dtype)
 
 

@@ -81,7 +81,7 @@ def test_kv_bytes_become_blocks_and_the_log_says_sizes(tmp_path: Path, caplog: p
     # 2 layers, K and V, 16 tokens, 2 heads of 16, 4 bytes: 8,192 bytes a block
     loaded = load_engine(model, name="mine", dtype="float32", kv_bytes=100_000, threads=1)
     assert loaded.pool.num_blocks == 12
-    assert "serving mine (float32)" in caplog.text
+    assert "serving mine (float32, torch-plain)" in caplog.text
     assert "12 blocks of 16 tokens" in caplog.text
     with pytest.raises(ConfigError, match="kv_bytes is 8191, less than one block of 8192 bytes"):
         load_engine(model, dtype="float32", kv_bytes=8191, threads=1)

@@ -1,0 +1,110 @@
+"""The compiled decoder library: found, checked against this CPU, and its functions with their types.
+
+It is built from cpp/decoder.cpp together with the package, once for each instruction set in VARIANTS. Where it is
+missing, or the CPU has none of these, the plain torch decoder serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, c_float, c_int32, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parent / "cpp"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    compiler_flags: tuple[str, ...]
+    cpu_flags: frozenset[str]  # as /proc/cpuinfo spells them
+
+    @property
+    def file_name(self) -> str:
+        return f"decoder_{self.name}.so"
+
+
+# Best first. The second lacks a product of bfloat16 pairs and is slower in bfloat16 than in float32.
+VARIANTS = (
+    Variant(
+        "avx512_bf16",
+        ("-march=x86-64-v4", "-mavx512bf16"),
+        frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "fma", "f16c"}),
+    ),
+    Variant("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})),
+)
+
+
+class Shape(ctypes.Structure):
+    """KvrelayShape of decoder.cpp."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("intermediate_size", "vocab_size", "is_bfloat16", "num_threads")),
+        ("max_positions", c_int32),
+        ("rms_norm_eps", c_float),
+    )
+
+
+class Step(ctypes.Structure):
+    """KvrelayStep of decoder.cpp. Pointers live as long as the call."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_tokens", "num_rows", "num_logits", "block_tokens", "table_width")),
+        *((name, c_void_p) for name in ("token_ids", "slots", "query_starts", "context_lens", "block_table")),
+        *((name, c_void_p) for name in ("logit_rows", "cache", "logits")),
+    )
+
+
+class Library:
+    """One variant's functions. Calls release the interpreter lock."""
+
+    def __init__(self, variant: Variant, path: Path) -> None:
+        self.name = variant.name
+        library = ctypes.CDLL(str(path))
+        self.panel_columns: int = library.kvrelay_panel_columns()
+        self.create = library.kvrelay_create
+        self.create.restype, self.create.argtypes = c_void_p, (POINTER(Shape),)
+        self.destroy = library.kvrelay_destroy
+        self.destroy.restype, self.destroy.argtypes = None, (c_void_p,)
+        self.set_matrix = library.kvrelay_set_matrix
+        self.set_matrix.argtypes = (c_void_p, *(c_int32,) * 5, c_void_p)
+        self.set_norm = library.kvrelay_set_norm
+        self.set_norm.restype, self.set_norm.argtypes = None, (c_void_p, c_int32, c_int32, c_void_p)
+        self.set_rotary = library.kvrelay_set_rotary
+        self.set_rotary.restype, self.set_rotary.argtypes = None, (c_void_p, c_void_p, c_void_p)
+        self.step = library.kvrelay_step
+        self.step.argtypes = (c_void_p, POINTER(Step))
+
+
+@cache
+def find_library() -> Library | None:
+    """The best variant that is built and that this CPU runs, or None, with one log line that says why."""
+    here = cpu_flags()
+    runnable = [variant for variant in VARIANTS if variant.cpu_flags <= here]
+    if not runnable:
+        _log.info("this CPU has no AVX2, for which the native decoder is written; serving with plain torch")
+        return None
+    for variant in runnable:
+        path = DIRECTORY / variant.file_name
+        if path.exists():
+            return Library(variant, path)
+    _log.warning(
+        "the native decoder was not built, which needs a C++ compiler (g++) when kvrelay is installed; "
+        "serving with plain torch, several times slower"
+    )
+    return None
+
+
+def cpu_flags() -> frozenset[str]:
+    """What this CPU has, as /proc/cpuinfo spells it; nothing where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())

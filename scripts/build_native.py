@@ -1,0 +1,44 @@
+"""Compiles kvrelay/model/cpp/decoder.cpp, once for each instruction set. Part of every install; `make native` by hand.
+
+Without a C++ compiler the package is installed all the same: nodes then serve with plain torch, and say so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized")  # the last: false alarms in GCC 12's own headers
+STANDALONE = ("-static-libstdc++", "-static-libgcc")  # the library runs where no compiler is installed
+
+
+def build_native(warn: Callable[[str], object]) -> bool:
+    """Whether the libraries are there now. An error in the source is raised, a missing compiler is not."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        warn("the native decoder is written for Linux on x86-64; nodes will serve with plain torch")
+        return False
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        warn("no g++ was found: nodes will serve with plain torch, several times slower on CPUs")
+        return False
+    sys.path.insert(0, str(ROOT))
+    from kvrelay.model.native import DIRECTORY, VARIANTS
+
+    for variant in VARIANTS:
+        target = DIRECTORY / variant.file_name
+        draft = target.with_suffix(".draft")  # a running node has the old file mapped
+        command = [compiler, *FLAGS, *WARNINGS, *STANDALONE, *variant.compiler_flags]
+        subprocess.run([*command, str(DIRECTORY / "decoder.cpp"), "-o", str(draft)], check=True)
+        draft.replace(target)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(not build_native(lambda text: sys.stderr.write(f"{text}\n")))
