@@ -336,6 +336,20 @@ class Team {
     alignas(64) std::atomic<uint32_t> round_{0};
 };
 
+// A vector that starts with a cache line, so that no load of a register crosses two.
+template <class X>
+struct LineAllocator {
+    typedef X value_type;
+    LineAllocator() = default;
+    template <class Y>
+    LineAllocator(const LineAllocator<Y>&) {}
+    X* allocate(size_t count) { return static_cast<X*>(::operator new(count * sizeof(X), std::align_val_t(64))); }
+    void deallocate(X* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const LineAllocator&) const { return true; }
+};
+template <class X>
+using Buffer = std::vector<X, LineAllocator<X>>;
+
 constexpr size_t LARGE_PAGE = 2 << 20;
 
 // Pages of its own, large ones where the system gives them; zero at first.
@@ -517,11 +531,17 @@ struct Matrix {
 
 // Two vectors of consecutive inputs 2j, 2j + 1 as one panel vector (bfloat16), or as two (float).
 INLINE void store_pair(bf16* panel, int pair, int v, vf first, vf second) {
+#ifdef __AVX512BF16__
+    const vi lanes = {0x00100000, 0x00110001, 0x00120002, 0x00130003, 0x00140004, 0x00150005, 0x00160006, 0x00170007,
+                      0x00180008, 0x00190009, 0x001a000a, 0x001b000b, 0x001c000c, 0x001d000d, 0x001e000e, 0x001f000f};
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    store_as(panel + (pair * NR + v * W) * 2, _mm512_permutexvar_epi16((__m512i)lanes, halves));
+#else
     alignas(64) bf16 low[W], high[W];
     store(low, first);
     store(high, second);
-    vu words = widen(low) | widen(high) << 16;
-    store_as(panel + (pair * NR + v * W) * 2, words);
+    store_as(panel + (pair * NR + v * W) * 2, widen(low) | widen(high) << 16);
+#endif
 }
 INLINE void store_pair(float* panel, int pair, int v, vf first, vf second) {
     store(panel + 2 * pair * NR + v * W, first);
@@ -536,6 +556,18 @@ INLINE void store_rows(float* panel, int pair, int v, const float* first, const 
     store_pair(panel, pair, v, load(first), load(second));
 }
 
+// Four bits at 4j as floats, of each word.
+INLINE vf nibble(vu words, int at) {
+#ifdef __AVX512F__
+    const vf values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (vf)_mm512_permutexvar_ps((__m512i)(words >> at), (__m512)values);  // it looks at four bits only
+#else
+    return __builtin_convertvector((vi)(words >> at & 15), vf);
+#endif
+}
+// The signed byte at `at`.
+INLINE vf byte(vu words, int at) { return __builtin_convertvector((vi)(words << (24 - at)) >> 24, vf); }
+
 // Dequantises a panel into E, laid out as an E matrix's panels are.
 template <class E>
 void expand(const Matrix& matrix, int index, E* out) {
@@ -548,19 +580,15 @@ void expand(const Matrix& matrix, int index, E* out) {
                     vu q = load_as<vu>(block.q[w] + v * W);
 #pragma GCC unroll 4
                     for (int j = 0; j < 4; j++)
-                        store_pair(out, b * 16 + w * 4 + j, v,
-                                   __builtin_convertvector((vi)(q >> (4 * j) & 15), vf) * d + m,
-                                   __builtin_convertvector((vi)(q >> (4 * j + 16) & 15), vf) * d + m);
+                        store_pair(out, b * 16 + w * 4 + j, v, nibble(q, 4 * j) * d + m, nibble(q, 4 * j + 16) * d + m);
                 }
             } else {
                 auto& block = reinterpret_cast<const PanelQ8_0*>(matrix.panel(index))[b];
                 vf d = load_halves(block.d + v * W);
                 for (int w = 0; w < 8; w++) {
-                    vi q = load_as<vi>(block.q[w] + v * W);
-                    store_pair(out, b * 16 + w * 2, v, __builtin_convertvector(q << 24 >> 24, vf) * d,
-                               __builtin_convertvector(q << 16 >> 24, vf) * d);
-                    store_pair(out, b * 16 + w * 2 + 1, v, __builtin_convertvector(q << 8 >> 24, vf) * d,
-                               __builtin_convertvector(q >> 24, vf) * d);
+                    vu q = load_as<vu>(block.q[w] + v * W);
+                    store_pair(out, b * 16 + w * 2, v, byte(q, 0) * d, byte(q, 8) * d);
+                    store_pair(out, b * 16 + w * 2 + 1, v, byte(q, 16) * d, byte(q, 24) * d);
                 }
             }
         }
@@ -568,14 +596,24 @@ void expand(const Matrix& matrix, int index, E* out) {
 
 // Products -----------------------------------------------------------------------------------------------------------
 
+// What a thread multiplies with next. It is fetched while the threads compute, a little with every step.
+struct Ahead {
+    const uint8_t* next;
+    size_t bytes;  // of a panel
+};
+
 // acc[r] = row r of `a` (stride lda) times one panel of `inputs` inputs.
 template <int ROWS, class E>
-INLINE void multiply_tile(const E* a, size_t lda, const E* panel, int inputs, vf (&acc)[ROWS][NV]) {
+INLINE void multiply_tile(const E* a, size_t lda, const E* panel, int inputs, const uint8_t* next, size_t next_bytes,
+                          vf (&acc)[ROWS][NV]) {
     const E *a0 = a, *a3 = a + 3 * lda, *a6 = a + 6 * lda, *a9 = a + 9 * lda;
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vf{};
     for (int i = 0; i < inputs; i += STEP<E>) {
+        __builtin_prefetch(next);
+        __builtin_prefetch(next + next_bytes / 2);
+        next += next_bytes;
         typename Panel<E>::vector b[NV];
         for (int v = 0; v < NV; v++) b[v] = load_as<typename Panel<E>::vector>(panel + i * NR + v * W * STEP<E>);
 #pragma GCC unroll 12
@@ -589,42 +627,45 @@ INLINE void multiply_tile(const E* a, size_t lda, const E* panel, int inputs, vf
 
 // Calls out(row, acc) for each of `rows` rows.
 template <int ROWS, class E, class Out>
-INLINE void multiply_rows(const E* a, size_t lda, const E* panel, int inputs, int row, Out&& out) {
+INLINE void multiply_rows(const E* a, size_t lda, const E* panel, int inputs, int row, const uint8_t* next,
+                          size_t next_bytes, Out&& out) {
     vf acc[ROWS][NV];
-    multiply_tile<ROWS>(a + row * lda, lda, panel, inputs, acc);
+    multiply_tile<ROWS>(a + row * lda, lda, panel, inputs, next, next_bytes, acc);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) out(row + r, acc[r]);
 }
 
 template <class E, class Out>
-void multiply(const E* a, size_t lda, int rows, const E* panel, int inputs, Out&& out) {
+void multiply(const E* a, size_t lda, int rows, const E* panel, int inputs, Ahead ahead, Out&& out) {
     int tiles = (rows + MR - 1) / MR;
+    const size_t steps = inputs / STEP<E>, bytes = ahead.bytes / (steps * tiles);
     for (int row = 0; tiles; tiles--) {
         int count = (rows - row + tiles - 1) / tiles;  // tiles of much the same height
         switch (count) {
 #define CASE(n) \
     case n: \
-        if constexpr (n <= MR) multiply_rows<n>(a, lda, panel, inputs, row, out); \
+        if constexpr (n <= MR) multiply_rows<n>(a, lda, panel, inputs, row, ahead.next, bytes, out); \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
         }
         row += count;
+        ahead.next += bytes * steps;
     }
 }
 
 // Few rows times a quantised panel, without expanding it: only bfloat16, and only with vpermw.
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-constexpr int MAX_DIRECT_ROWS = 4;
+constexpr int MAX_DIRECT_Q4_1 = 12, MAX_DIRECT_Q8_0 = 4;
 
 struct DirectInput {       // of one row, made once a phase by each thread
-    std::vector<float> a;  // the inputs as floats
-    std::vector<float> block_sums;
+    Buffer<float> a;  // the inputs as floats
+    Buffer<float> block_sums;
 };
 
 template <int ROWS, class Out>
 INLINE void multiply_q4_1(const bf16* a, size_t lda, const DirectInput* direct, const Matrix& matrix, int index,
-                          Out&& out) {
+                          int row, const uint8_t* next, Out&& out) {
     static const uint16_t values[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                         0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     const __m512i table = _mm512_broadcast_i64x4(load_as<__m256i>(values));  // twice 0.0 ... 15.0
@@ -632,7 +673,7 @@ INLINE void multiply_q4_1(const bf16* a, size_t lda, const DirectInput* direct, 
     vf acc[ROWS][NV] = {};
     for (int b = 0; b < matrix.inputs / BLOCK; b++) {
         const PanelQ4_1& block = blocks[b];
-        _mm_prefetch(reinterpret_cast<const char*>(&block) + 4096, _MM_HINT_T0);
+        for (size_t i = 0; i < sizeof block; i += 64) __builtin_prefetch(next + b * sizeof block + i);
         vf sums[ROWS][NV] = {};
 #pragma GCC unroll 4
         for (int w = 0; w < 4; w++) {
@@ -643,27 +684,29 @@ INLINE void multiply_q4_1(const bf16* a, size_t lda, const DirectInput* direct, 
                 vu pairs[NV];
                 for (int v = 0; v < NV; v++)
                     pairs[v] = (vu)_mm512_permutexvar_epi16(_mm512_srli_epi16(q[v], 4 * j), table);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                 for (int r = 0; r < ROWS; r++)
                     for (int v = 0; v < NV; v++)
-                        sums[r][v] = multiply_add(sums[r][v], a + r * lda + b * BLOCK + w * 8 + j * 2, pairs[v]);
+                        sums[r][v] = multiply_add(sums[r][v], a + (row + r) * lda + b * BLOCK + w * 8 + j * 2, pairs[v]);
             }
         }
         for (int v = 0; v < NV; v++) {
             vf d = load_halves(block.d + v * W), m = load_halves(block.m + v * W);
             for (int r = 0; r < ROWS; r++)
-                acc[r][v] = acc[r][v] + sums[r][v] * d + direct[r].block_sums[b] * m;
+                acc[r][v] = acc[r][v] + sums[r][v] * d + direct[row + r].block_sums[b] * m;
         }
     }
-    for (int r = 0; r < ROWS; r++) out(r, acc[r]);
+    for (int r = 0; r < ROWS; r++) out(row + r, acc[r]);
 }
 
 template <int ROWS, class Out>
-INLINE void multiply_q8_0(const bf16*, size_t, const DirectInput* direct, const Matrix& matrix, int index, Out&& out) {
+INLINE void multiply_q8_0(const DirectInput* direct, const Matrix& matrix, int index, int row, const uint8_t* next,
+                          Out&& out) {
     auto* blocks = reinterpret_cast<const PanelQ8_0*>(matrix.panel(index));
     vf acc[ROWS][NV] = {};
     for (int b = 0; b < matrix.inputs / BLOCK; b++) {
         const PanelQ8_0& block = blocks[b];
+        for (size_t i = 0; i < sizeof block; i += 64) __builtin_prefetch(next + b * sizeof block + i);
         vf sums[ROWS][NV] = {};
 #pragma GCC unroll 8
         for (int w = 0; w < 8; w++)
@@ -671,12 +714,12 @@ INLINE void multiply_q8_0(const bf16*, size_t, const DirectInput* direct, const 
             for (int j = 0; j < 4; j++)
                 for (int v = 0; v < NV; v++) {
                     vf q = __builtin_convertvector(load_as<vi>(block.q[w] + v * W) << (24 - 8 * j) >> 24, vf);
-                    for (int r = 0; r < ROWS; r++) sums[r][v] += direct[r].a[b * BLOCK + w * 4 + j] * q;
+                    for (int r = 0; r < ROWS; r++) sums[r][v] += direct[row + r].a[b * BLOCK + w * 4 + j] * q;
                 }
         for (int v = 0; v < NV; v++)
             for (int r = 0; r < ROWS; r++) acc[r][v] += sums[r][v] * load_halves(block.d + v * W);
     }
-    for (int r = 0; r < ROWS; r++) out(r, acc[r]);
+    for (int r = 0; r < ROWS; r++) out(row + r, acc[r]);
 }
 
 void prepare(const bf16* a, size_t lda, int rows, int inputs, DirectInput* direct) {
@@ -690,29 +733,37 @@ void prepare(const bf16* a, size_t lda, int rows, int inputs, DirectInput* direc
     }
 }
 
+// Rows at a time: sums of a block take a register for each row and vector, and Q8_0 is for few rows only.
+constexpr int DIRECT_ROWS_Q4_1 = 12, DIRECT_ROWS_Q8_0 = 4;
+
 template <class Out>
 void multiply_direct(const bf16* a, size_t lda, int rows, const DirectInput* direct, const Matrix& matrix, int index,
-                     Out&& out) {
-    switch (rows) {
+                     const uint8_t* next, Out&& out) {
+    const int most = matrix.kind == Q4_1 ? DIRECT_ROWS_Q4_1 : DIRECT_ROWS_Q8_0;
+    int tiles = (rows + most - 1) / most;
+    for (int row = 0, count; tiles; tiles--, row += count) {
+        count = (rows - row + tiles - 1) / tiles;
+        switch (count) {
 #define CASE(n) \
     case n: \
-        if (matrix.kind == Q4_1) multiply_q4_1<n>(a, lda, direct, matrix, index, out); \
-        else multiply_q8_0<n>(a, lda, direct, matrix, index, out); \
+        if (matrix.kind == Q4_1) multiply_q4_1<n>(a, lda, direct, matrix, index, row, next, out); \
+        else if constexpr (n <= DIRECT_ROWS_Q8_0) multiply_q8_0<n>(direct, matrix, index, row, next, out); \
         break;
-        CASE(1) CASE(2) CASE(3) CASE(4)
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
+        }
     }
 }
 #else
-constexpr int MAX_DIRECT_ROWS = 0;
+constexpr int MAX_DIRECT_Q4_1 = 0, MAX_DIRECT_Q8_0 = 0;
 struct DirectInput {};
 INLINE void prepare(const bf16*, size_t, int, int, DirectInput*) {}
 template <class Out>
-void multiply_direct(const bf16*, size_t, int, const DirectInput*, const Matrix&, int, Out&&) {}
+void multiply_direct(const bf16*, size_t, int, const DirectInput*, const Matrix&, int, const uint8_t*, Out&&) {}
 #endif
 INLINE void prepare(const float*, size_t, int, int, DirectInput*) {}
 template <class Out>
-void multiply_direct(const float*, size_t, int, const DirectInput*, const Matrix&, int, Out&&) {}
+void multiply_direct(const float*, size_t, int, const DirectInput*, const Matrix&, int, const uint8_t*, Out&&) {}
 
 // The model ----------------------------------------------------------------------------------------------------------
 
@@ -746,7 +797,7 @@ enum Part { QKV = 0, OUTPUT = 1, GATE_UP = 2, DOWN = 3, HEAD = 4, EMBEDDING = 5 
 
 struct Layer {
     Matrix qkv, output, gate_up, down;
-    std::vector<float> attention_norm, mlp_norm;
+    Buffer<float> attention_norm, mlp_norm;
 };
 
 struct Model {
@@ -759,7 +810,7 @@ struct Model {
     Team team;
     Arena arena;
     std::vector<Layer> layers;
-    std::vector<float> norm, cos, sin;  // cos and sin: [max_positions, D / 2]
+    Buffer<float> norm, cos, sin;  // cos and sin: [max_positions, D / 2]
     Matrix head, embedding;             // no embedding: it is the head
 };
 
@@ -784,7 +835,7 @@ template <class E>
 class DecoderModel : public Model {
    public:
     explicit DecoderModel(const KvrelayShape& shape) : Model(shape), threads_(shape.num_threads) {
-        for (auto& thread : threads_) thread.direct.resize(MAX_DIRECT_ROWS);
+        for (auto& thread : threads_) thread.direct.resize(MAX_DIRECT_Q4_1);
     }
 
     void step(const KvrelayStep& given) override {
@@ -795,10 +846,10 @@ class DecoderModel : public Model {
 
    private:
     struct Thread {
-        std::vector<E> expanded;  // a panel
+        Buffer<E> expanded;  // a panel
         std::vector<DirectInput> direct;
-        std::vector<E> normed, query, keys, values, weights;
-        std::vector<float> scores, sums, highest, totals;
+        Buffer<E> normed, query, keys, values, weights;
+        Buffer<float> scores, sums, highest, totals;
         const E *positions[DECODE_CHUNK], *next_positions[DECODE_CHUNK];
     };
 
@@ -921,7 +972,7 @@ class DecoderModel : public Model {
     }
 
     // RMS norm in E. Few rows are quicker done by every thread for itself than shared.
-    const E* normalize(Thread& own, const float* x, int rows, const std::vector<float>& weight) {
+    const E* normalize(Thread& own, const float* x, int rows, const Buffer<float>& weight) {
         bool alone = rows <= 8 || team.size() == 1;
         if (alone && own.normed.size() < size_t(rows) * C()) own.normed.resize(size_t(rows) * C());
         E* out = alone ? own.normed.data() : normed_.data();
@@ -945,10 +996,11 @@ class DecoderModel : public Model {
     void multiply_shared(Thread& own, const E* a, size_t lda, int rows, const Matrix& matrix, Out&& out) {
         const int panels = matrix.num_panels(), inputs = matrix.inputs;
         const bool packed = matrix.kind == F32 || matrix.kind == BF16;
-        if (!packed && sizeof(E) == 2 && rows <= MAX_DIRECT_ROWS) {
+        if (sizeof(E) == 2 && rows <= (matrix.kind == Q4_1 ? MAX_DIRECT_Q4_1 : matrix.kind == Q8_0 ? MAX_DIRECT_Q8_0 : 0)) {
             prepare(a, lda, rows, inputs, own.direct.data());
-            team.share(panels, [&](int p) {
-                multiply_direct(a, lda, rows, own.direct.data(), matrix, p, [&](int r, vf* acc) { out(p, r, acc); });
+            team.share_ahead(panels, [&](int p, int next) {
+                multiply_direct(a, lda, rows, own.direct.data(), matrix, p, matrix.panel(std::min(next, panels - 1)),
+                                [&](int r, vf* acc) { out(p, r, acc); });
             });
             return;
         }
@@ -957,14 +1009,15 @@ class DecoderModel : public Model {
             height = (height / 2 + MR - 1) / MR * MR;
         const int strips = (rows + height - 1) / height;
         if (!packed && own.expanded.size() < size_t(NR) * inputs) own.expanded.resize(size_t(NR) * inputs);
-        team.share(panels * strips, [&](int task) {
+        team.share_ahead(panels * strips, [&](int task, int next) {
             int p = task / strips, first = task % strips * height;
             const E* panel = reinterpret_cast<const E*>(matrix.panel(p));
             if (!packed) {
                 panel = own.expanded.data();
                 expand(matrix, p, own.expanded.data());
             }
-            multiply(a + first * lda, lda, std::min(height, rows - first), panel, inputs,
+            Ahead ahead{matrix.panel(std::min(next / strips, panels - 1)), matrix.panel_bytes};
+            multiply(a + first * lda, lda, std::min(height, rows - first), panel, inputs, ahead,
                      [&](int r, vf* acc) { out(p, first + r, acc); });
         });
     }
@@ -1157,7 +1210,7 @@ class DecoderModel : public Model {
         ahead.fetch(num_lines);
     }
 
-    // Weights 2^(score - highest) of the first `count` scores, 0 from there to `padded`, and their sum added to
+    // Weights 2^(score - highest) of the first `count` scores, next to 0 from there to `padded`, and their sum added to
     // `total`; gives what earlier sums are to be multiplied with.
     INLINE float soften(float* scores, int count, int padded, float& highest, float& total, E* weights) const {
         const float to_log2 = LOG2_E / std::sqrt(float(D()));
@@ -1167,9 +1220,7 @@ class DecoderModel : public Model {
         const float now = std::max(highest, max_all(most) * to_log2);
         vf sum = {};
         for (int i = 0; i < padded; i += W) {
-            vf score = load(scores + i);
-            vf weight = exp2_of(score * to_log2 - now);
-            weight = score > 0.5f * LOWEST ? weight : vf{};
+            vf weight = exp2_of(load(scores + i) * to_log2 - now);
             store(weights + i, weight);
             sum += weight;
         }
@@ -1245,7 +1296,7 @@ class DecoderModel : public Model {
             const int count = std::min(KEY_TILE, end - from), padded = (count + NR - 1) / NR * NR;
             pack_keys(own, layer, tile, from, count, padded);
             for (int p = 0; p < padded / NR; p++)
-                multiply(own.query.data(), D(), rows, &own.keys[size_t(p) * NR * D()], D(), [&](int r, vf* acc) {
+                multiply(own.query.data(), D(), rows, &own.keys[size_t(p) * NR * D()], D(), {}, [&](int r, vf* acc) {
                     for (int v = 0; v < NV; v++) store(&own.scores[size_t(r) * KEY_TILE + p * NR + v * W], acc[v]);
                 });
             for (int r = 0; r < rows; r++) {
@@ -1257,7 +1308,7 @@ class DecoderModel : public Model {
                     for (int d = 0; d < D(); d += W) store(&own.sums[size_t(r) * D() + d], load(&own.sums[size_t(r) * D() + d]) * scale);
             }
             for (int p = 0; p < D() / NR; p++)
-                multiply(own.weights.data(), KEY_TILE, rows, &own.values[size_t(p) * NR * KEY_TILE], padded,
+                multiply(own.weights.data(), KEY_TILE, rows, &own.values[size_t(p) * NR * KEY_TILE], padded, {},
                          [&](int r, vf* acc) {
                              float* to = &own.sums[size_t(r) * D() + p * NR];
                              for (int v = 0; v < NV; v++) store(to + v * W, load(to + v * W) + acc[v]);
@@ -1298,8 +1349,8 @@ class DecoderModel : public Model {
 
     const KvrelayStep* s_ = nullptr;
     std::vector<Thread> threads_;
-    std::vector<float> x_, qkv_, kept_x_, partials_;
-    std::vector<E> normed_, query_, attended_, kept_attended_, inner_;
+    Buffer<float> x_, qkv_, kept_x_, partials_;
+    Buffer<E> normed_, query_, attended_, kept_attended_, inner_;
     std::vector<int> row_of_, position_of_;
     std::vector<Single> singles_;
     std::vector<QueryTile> tiles_;
