@@ -14,13 +14,13 @@ from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError
 from kvrelay.kv.hashing import Buffer, chain_root
+from kvrelay.kv.prefix import BlockStore, count_cached, load_prefix
 from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.rpc import raw
 from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, Tier, check_token_id
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.prefix import BlockStore, count_cached, load_prefix
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffReport, HandoffSender

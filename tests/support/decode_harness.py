@@ -21,6 +21,7 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, encode, tail_frame
 from kvrelay.kv.hashing import ChecksumChain, chain_root
 from kvrelay.kv.pool import BlockPool
+from kvrelay.limits import DecodeLimits
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, NodeRequest, ReservationGranted
 from kvrelay.rpc import convert_decode
 from kvrelay.rpc.channel import error_from_rpc, open_channel
@@ -85,15 +86,15 @@ async def decode_node(
     max_batch: int = 4,
     max_batched_tokens: int = 8,
     max_requests: int = 8,
+    reserve_output_tokens: int = 0,
     lease_s: float = 10.0,
     clock: ManualClock | None = None,
 ) -> AsyncIterator[Harness]:
     """Serves until left; proves on the way out that nothing is held."""
     info, runner, cache = info or make_info(), runner or FakeRunner(), cache or FakeCache()
     pool, registry = BlockPool(num_blocks), CollectorRegistry()
-    core = DecodeCore(
-        info=info, runner=runner, cache=cache, pool=pool, scheduler=Scheduler(max_batch, max_batched_tokens)
-    )
+    limits = DecodeLimits(max_batch, max_batched_tokens, max_requests, reserve_output_tokens)
+    core = DecodeCore(info=info, runner=runner, cache=cache, pool=pool, scheduler=Scheduler(limits))
     timing: dict[str, Callable[[], float]] = {"clock": clock} if clock else {}
     engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output), **timing)
     offered: list[BlockHash] = []
@@ -103,8 +104,8 @@ async def decode_node(
         cache=cache,
         instance_id=INSTANCE,
         metrics=DecodeMetrics(registry),
+        limits=limits,
         lease_s=lease_s,
-        max_requests=max_requests,
         load=lambda: core.load,
         offer=offered.extend,
         **timing,
