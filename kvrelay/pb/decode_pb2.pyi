@@ -377,3 +377,47 @@ class ReceiveEvent(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReceiveEvent: _TypeAlias = ReceiveEvent  # noqa: Y015
+
+@_typing.final
+class SetDecodeLimitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _types_pb2.DecodeLimits:
+        """All of them; what the node has now is in its status."""
+
+    def __init__(
+        self,
+        *,
+        limits: _types_pb2.DecodeLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDecodeLimitsRequest: _TypeAlias = SetDecodeLimitsRequest  # noqa: Y015
+
+@_typing.final
+class SetDecodeLimitsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _types_pb2.DecodeLimits:
+        """In force now."""
+
+    def __init__(
+        self,
+        *,
+        limits: _types_pb2.DecodeLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDecodeLimitsReply: _TypeAlias = SetDecodeLimitsReply  # noqa: Y015

@@ -43,6 +43,10 @@ class DecodeStub:
     """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
     While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
     """
+    SetLimits: _grpc.UnaryUnaryMultiCallable[_decode_pb2.SetDecodeLimitsRequest, _decode_pb2.SetDecodeLimitsReply]
+    """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+    is allowed, and nothing changes then.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -56,6 +60,10 @@ class DecodeAsyncStub(DecodeStub):
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
     While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+    """
+    SetLimits: _aio.UnaryUnaryMultiCallable[_decode_pb2.SetDecodeLimitsRequest, _decode_pb2.SetDecodeLimitsReply]  # type: ignore[assignment]
+    """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+    is allowed, and nothing changes then.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -91,6 +99,16 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeEvent], _abc.AsyncIterator[_decode_pb2.DecodeEvent]]:
         """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
         While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+        """
+
+    @_abc_1.abstractmethod
+    def SetLimits(
+        self,
+        request: _decode_pb2.SetDecodeLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.SetDecodeLimitsReply, _abc.Awaitable[_decode_pb2.SetDecodeLimitsReply]]:
+        """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+        is allowed, and nothing changes then.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 
+from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
     DecodeFinished,
     HandoffTarget,
@@ -13,12 +14,18 @@ from kvrelay.messages import (
     ReservationGranted,
     TokensDecoded,
 )
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.calls import Replies, answer
+from kvrelay.rpc.convert_limits import (
+    decode_limits_from_pb,
+    decode_limits_to_pb,
+    prefill_limits_from_pb,
+    prefill_limits_to_pb,
+)
 from kvrelay.types import ReservationId
 
-CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease
+CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease or limits
 
 
 class PrefillClient:
@@ -31,6 +38,12 @@ class PrefillClient:
         """Use as `async with client.prefill(...) as events:`; leaving it cancels the prefill and its KV stream."""
         call = self._stub.Prefill(convert_prefill.prefill_request_to_pb(request, target), timeout=timeout_s)
         return Replies(call, convert_prefill.prefill_event_from_pb)
+
+    async def set_limits(self, limits: PrefillLimits, timeout_s: float = CONTROL_TIMEOUT_S) -> PrefillLimits:
+        """From the next step on; gives what is in force then. Raises InvalidRequestError, changing nothing."""
+        request = prefill_pb2.SetPrefillLimitsRequest(limits=prefill_limits_to_pb(limits))
+        call = self._stub.SetLimits(request, timeout=timeout_s)
+        return await answer(call, lambda reply: prefill_limits_from_pb(reply.limits))
 
 
 class DecodeClient:
@@ -51,6 +64,12 @@ class DecodeClient:
         """Gives a reservation back; no error when it is gone."""
         call = self._stub.Release(decode_pb2.ReleaseRequest(reservation_id=reservation_id), timeout=timeout_s)
         await answer(call, lambda reply: None)
+
+    async def set_limits(self, limits: DecodeLimits, timeout_s: float = CONTROL_TIMEOUT_S) -> DecodeLimits:
+        """From the next step on; gives what is in force then. Raises InvalidRequestError, changing nothing."""
+        request = decode_pb2.SetDecodeLimitsRequest(limits=decode_limits_to_pb(limits))
+        call = self._stub.SetLimits(request, timeout=timeout_s)
+        return await answer(call, lambda reply: decode_limits_from_pb(reply.limits))
 
     def decode(
         self, reservation_id: ReservationId, compute_tail: bool = False, *, timeout_s: float | None = None

@@ -3,8 +3,11 @@ next token is a hash of what the slots of a sequence's context hold, not of what
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from kvrelay.engine.batch import Batch, build
@@ -56,14 +59,19 @@ class SlotCache:
 
 
 class SlotRunner:
-    """Writes a step's tokens into their slots, then draws from what each row's slots hold."""
+    """Writes a step's tokens into their slots, then draws from what each row's slots hold.
+
+    `before_step` runs first in each step and may block.
+    """
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
+        self.before_step: Callable[[], None] = lambda: None
         self.num_computed = 0
         self.batches: list[list[int]] = []  # tokens of each row, by step
 
     def run(self, batch: Batch) -> list[GeneratedToken | BadLogitsError | None]:
+        self.before_step()
         arrays = build(batch, self._cache.block_tokens)
         for slot, token_id in zip(arrays.slot_mapping_T, arrays.token_ids_T, strict=True):
             self._cache.slots[slot] = token_id
@@ -79,3 +87,25 @@ class SlotRunner:
     def _context(self, table: Seq[BlockId], length: int) -> list[int]:
         size = self._cache.block_tokens
         return [self._cache.slots[table[position // size] * size + position % size] for position in range(length)]
+
+
+class Gate:
+    """Holds the engine thread at the beginning of a step, the first or a later one, until opened."""
+
+    def __init__(self, runner: SlotRunner, after: int = 0) -> None:
+        self._left = after
+        self._entered, self._open = threading.Event(), threading.Event()
+        runner.before_step = self._pass
+
+    def _pass(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+            return
+        self._entered.set()
+        self._open.wait()
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self._entered.wait)
+
+    def open(self) -> None:
+        self._open.set()
