@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOAD_LIMIT_S = 5.0  # longest wait of a preempted request for its blocks from the kvstore; the rest is computed
+LOAD_LIMIT_S = 1.0  # longest wait of a preempted request for its blocks from the kvstore; the rest is computed
 
 
 @dataclass(slots=True)

@@ -204,3 +204,11 @@ async def test_clients_that_leave_at_any_moment_leave_no_block_behind(
         assert answer.token_ids == expected(reference, prompt(40, 503 + 10 * cycle), 80)
     async with asyncio.timeout(10.0):
         assert len((await ask(client, prompt(40, 600), greedy(80))).token_ids) == 80
+
+
+async def test_preempted_requests_came_back_both_ways(cluster: Cluster, client: AsyncClient) -> None:
+    """After all of the above: computed first, then by the kvstore, then whichever was measured to be cheaper."""
+    metric = cluster.decode[0].metric
+    assert metric("kvrelay_preemptions_total", resume="recompute") >= 1
+    assert metric("kvrelay_preemptions_total", resume="swap") >= 1
+    assert metric("kvrelay_preempted_blocks_loaded_total") >= 1

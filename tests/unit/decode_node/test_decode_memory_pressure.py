@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from decode_node.admission import fork_request
 from decode_node.engine import BlocksWanted, DecodeCore, StepDone
+from decode_node.memory import SequenceMemory
 from decode_node.resume import Resume, ResumeCosts
-from decode_node.scheduler import Scheduler
+from decode_node.scheduler import Restored, Scheduler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import NotFoundError, OverloadedError
 from kvrelay.kv.pool import BlockPool
@@ -366,6 +367,69 @@ def test_a_fork_of_what_is_not_here_is_refused_and_one_without_room_changes_noth
     with pytest.raises(OverloadedError):
         engine.fork(A, B, 1)
     assert engine.counts() == before
+
+
+def test_others_run_while_the_blocks_of_a_preempted_one_are_loaded() -> None:
+    engine = Engine(num_blocks=9, max_batched_tokens=32)
+    engine.costs.resume = Resume.SWAP
+    engine.reserve(A, request(4, 20))
+    engine.reserve(B, request(4, 20, first=40))
+    engine.reserve(C, request(10, 3, first=70))
+    engine.hand_over(A)
+    engine.hand_over(B)
+    while not engine.to_load:
+        engine.step()
+    assert engine.preempted == [B]
+    engine.hand_over(C)
+    engine.run_to_end()
+    assert engine.answers[C].ended
+    assert not engine.answers[B].ended
+    engine.load(engine.to_load[0], 1)
+    engine.run_to_end()
+    engine.check_answers()
+    assert engine.answers[B].ended
+
+
+def test_a_sequence_comes_back_only_with_a_block_to_spare_unless_it_never_needs_one() -> None:
+    """Nine tokens are three blocks; it returns when four are free, or three if it will never fill a fourth."""
+    pool, cache = BlockPool(8), SlotCache(8, SIZE)
+    memory = SequenceMemory(pool, cache.copy_block, max_model_len=1_000)
+    growing, nearly_done = (Sequence.create(request(9, most), ROOT, SIZE) for most in (20, 3))
+    taken = pool.allocate(5)
+    assert memory.restore(growing) is Restored.NO_ROOM
+    assert growing.block_table == []
+    assert memory.restore(nearly_done) is Restored.READY
+    memory.drop(nearly_done)
+    pool.release(taken[:1])
+    assert memory.restore(growing) is Restored.READY
+    assert len(growing.block_table) == 4
+
+
+def test_after_any_mixture_of_endings_nearly_the_whole_pool_is_granted_at_once() -> None:
+    """Thirty rounds of four requests that finish, leave at some step, fail, or are refused."""
+    engine = Engine(num_blocks=20, max_batched_tokens=32)
+    for number in range(30):
+        engine.reserve(A, request(6 + number % 5, 30, first=10 + number))
+        engine.reserve(B, request(20, 30, first=50))
+        engine.reserve(C, request(10, 30, first=70 + number))
+        with pytest.raises(OverloadedError):
+            engine.reserve(D, request(76, 1))
+        engine.hand_over(A)
+        engine.compute(B)
+        engine.hand_over(C, run=number % 3 > 0)
+        for _ in range(number):
+            if engine.core.has_work():
+                engine.step()
+        engine.core.release(C)
+        if number % 2:
+            engine.core.fail_all(RuntimeError("a step failed"))
+        for name in (A, B):
+            engine.core.release(name)
+        assert (engine.counts().held, engine.counts().reserved) == (0, 0)
+        engine.reserve(D, request(72, 4, first=200))
+        assert engine.counts().reserved + engine.counts().held == 19
+        engine.core.release(D)
+    assert engine.preempted
 
 
 def test_limits_change_between_steps_and_the_youngest_rest() -> None:

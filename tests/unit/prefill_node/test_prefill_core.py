@@ -182,6 +182,15 @@ def test_a_job_ended_at_any_stage_leaves_nothing(stage: str) -> None:
     assert counts.cached == {"started": 1, "half computed": 2, "computed": 3}.get(stage, 0)
 
 
+@pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128, 129, 639, 640, 641])
+def test_prompts_at_the_edges_of_chunks_are_computed_in_the_fewest_steps(num_tokens: int) -> None:
+    core = make_core(num_blocks=64, budget=64)
+    _, events = run_prompt(core, 1, num_tokens)
+    assert events[-1] == Computed(JobId(1), num_tokens, GeneratedToken(num_tokens))
+    chunks = core.runner.chunks  # type: ignore[attr-defined]
+    assert [sum(rows) for rows in chunks] == [64] * (num_tokens // 64) + [num_tokens % 64] * (num_tokens % 64 > 0)
+
+
 def start_admitted(core: PrefillCore) -> list[JobEvent]:
     """Steps until no work is left; admitted jobs start at once, with nothing from a store. What was told."""
     events: list[JobEvent] = []
