@@ -35,6 +35,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
         return convert_decode.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
 
+    async def Fork(self, request: decode_pb2.ForkRequest, context: Context) -> decode_pb2.ReserveReply:
+        reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
+        return convert_decode.reservation_granted_to_pb(await self._loaded().fork(reservation_id, request.index))
+
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewReply:
         reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
         return decode_pb2.RenewReply(lease_s=self._loaded().renew(reservation_id))

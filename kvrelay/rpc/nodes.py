@@ -55,6 +55,16 @@ class DecodeClient:
         call = self._stub.Reserve(convert_decode.reserve_request_to_pb(request, num_tokens), timeout=timeout_s)
         return await answer(call, convert_decode.reservation_granted_from_pb)
 
+    async def fork(
+        self, reservation_id: ReservationId, index: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> ReservationGranted:
+        """A reservation for answer `index`, at least 1, to the prompt of another one, whose blocks it shares.
+
+        Raises NotFoundError when they are not there (any more), OverloadedError when there is no room for its own.
+        """
+        call = self._stub.Fork(decode_pb2.ForkRequest(reservation_id=reservation_id, index=index), timeout=timeout_s)
+        return await answer(call, convert_decode.reservation_granted_from_pb)
+
     async def renew(self, reservation_id: ReservationId, timeout_s: float = CONTROL_TIMEOUT_S) -> float:
         """Seconds until it lapses. Raises NotFoundError when it already has."""
         call = self._stub.Renew(decode_pb2.RenewRequest(reservation_id=reservation_id), timeout=timeout_s)

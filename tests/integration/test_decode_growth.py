@@ -88,8 +88,11 @@ async def forked_meanwhile(
 ) -> list[ReservationGranted]:
     """Forks of a request whose second step has not ended."""
     await gate.reached()
-    forking = [asyncio.create_task(harness.node.fork(granted.reservation_id, index)) for index in indices]
-    await asyncio.sleep(0)  # the commands are there before the step ends
+    before = harness.node.status().num_slots_free
+    forking = [asyncio.create_task(harness.client.fork(granted.reservation_id, index)) for index in indices]
+    async with asyncio.timeout(10):
+        while harness.node.status().num_slots_free > before - len(indices):  # until the node has asked its engine
+            await asyncio.sleep(0.001)
     gate.open()
     return await asyncio.gather(*forking)
 
@@ -170,9 +173,9 @@ async def test_forks_of_a_prompt_have_streams_of_their_own() -> None:
     async with decode_node(info=INFO, cache=cache, runner=runner, num_blocks=24, max_batch=2) as harness:
         granted = await reserve(harness, one)
         with pytest.raises(NotFoundError, match="is not here to be shared"):
-            await harness.node.fork(granted.reservation_id, 1)
+            await harness.client.fork(granted.reservation_id, 1)
         with pytest.raises(InvalidRequestError, match="index is 0; allowed is at least 1"):
-            await harness.node.fork(granted.reservation_id, 0)
+            await harness.client.fork(granted.reservation_id, 0)
         gate = Gate(runner, after=1)
         async with harness.client.decode(granted.reservation_id, compute_tail=True) as events:
             first = await anext(events)
@@ -185,7 +188,7 @@ async def test_forks_of_a_prompt_have_streams_of_their_own() -> None:
         assert runner.num_computed == (6 + 8 - 1) + 2 * 8, "the prompt once, its last token once for each"
 
 
-async def test_a_fork_that_nobody_reads_lapses_like_any_reservation() -> None:
+async def test_a_fork_that_nobody_reads_is_given_back_like_any_reservation() -> None:
     cache, runner = slot_engine(24)
     async with decode_node(info=INFO, cache=cache, runner=runner, num_blocks=24) as harness:
         granted = await reserve(harness, request(6, 8))
