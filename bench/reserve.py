@@ -2,7 +2,7 @@
 
 Runs the decode node's own engine core, with its scheduler and its pool, on a model that takes no time, and counts.
 A step's time is then put together from a fixed part and one for each token, as `--step-ms` and `--token-ms` say.
-Answers end where a client's would: some at max_tokens, most earlier. It reads no clock: the numbers are the same anywhere.
+Answers end where a client's would, some at max_tokens, most earlier. It reads no clock: numbers are the same anywhere.
 """
 
 from __future__ import annotations
