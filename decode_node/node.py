@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from decode_node.admission import check_fits, check_request, fork_request
 from decode_node.engine import BlocksWanted, Cache, DecodeCore, EngineLoad, StepDone
+from decode_node.loader import BlockLoader
 from decode_node.metrics import DecodeMetrics
 from decode_node.reservations import Entry, Phase, Reservations
 from decode_node.streams import TokenStream
@@ -26,7 +27,7 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import Reservation
-from kvrelay.kv.prefix import BlockStore, load_prefix
+from kvrelay.kv.prefix import BlockStore
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
 from kvrelay.sampling import GeneratedToken
@@ -35,8 +36,6 @@ from kvrelay.types import BlockHash, BlockId, InstanceId, ReservationId
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-LOAD_LIMIT_S = 1.0  # longest wait of a preempted request for its blocks from the kvstore; the rest is computed
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class DecodeNode:
         self._load = load
         self._changed = changed
         self._offer = offer
-        self._store = store
+        self._loader = BlockLoader(engine, cache, store, metrics, clock) if store is not None else None
         self.clock = clock
         self._lease_timer: asyncio.TimerHandle | None = None
         self._draining = False
@@ -363,14 +362,9 @@ class DecodeNode:
         self._changed()
 
     async def _load_blocks(self, wanted: BlocksWanted) -> None:
-        """Fills a preempted sequence's new blocks from the kvstore; what does not come is computed."""
-        assert self._store is not None, "swapping needs a kvstore"
-        started = self.clock()
+        assert self._loader is not None, "the engine wants blocks of a kvstore that is not there"
         try:
-            tiers = await load_prefix(self._store, wanted.hashes, wanted.block_ids, self.cache.write_slab, LOAD_LIMIT_S)
-            seconds = self.clock() - started
-            self.metrics.blocks_loaded(tiers)
-            await self.engine.call(lambda core: core.loaded(wanted.reservation_id, len(tiers), seconds))
+            await self._loader.load(wanted)
         except Exception as error:
             logger.exception("blocks of reservation %s could not be loaded", wanted.reservation_id)
             self._requests[wanted.reservation_id].loading = None

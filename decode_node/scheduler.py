@@ -107,7 +107,7 @@ class Scheduler:
         """The next step."""
         self._rest_beyond_limit()
         preempted: list[Sequence] = []
-        scheduled = [s for s in self.running if s in self._running and self._extend(s, memory, preempted)]
+        scheduled = [s for s in self.running if s.block_table and self._extend(s, memory, preempted)]
         to_load = [] if preempted else self._join(scheduled, memory, preempted)
         return Plan(self._batch([s for s in scheduled if s.block_table], memory), tuple(preempted), tuple(to_load))
 

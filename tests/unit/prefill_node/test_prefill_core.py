@@ -222,6 +222,17 @@ def test_the_second_of_two_prompts_with_the_same_beginning_waits_for_the_firsts_
     assert core.pool.counts() == BlockCounts(total=16, free=13, cached=3)
 
 
+def test_blocks_that_the_first_prompt_loads_are_the_seconds_at_once() -> None:
+    core = make_core(budget=16)
+    core.submit(JobId(1), make_sequence(40))
+    core.submit(JobId(2), make_sequence(37))
+    assert [event.job_id for event in core.report().events] == [1]
+    core.start(JobId(1), 2)
+    admitted = core.report().events[1]
+    assert isinstance(admitted, Admitted)
+    assert (admitted.job_id, admitted.num_cached_blocks) == (2, 2)
+
+
 @pytest.mark.parametrize("how", ["cancelled", "cancelled while loading", "bad logits", "failed step"])
 def test_when_the_first_prompt_ends_early_the_second_computes_what_is_missing(how: str) -> None:
     core = make_core(budget=16)
