@@ -118,8 +118,7 @@ class DecodeNode:
         """Another answer to the prompt that a reservation was granted for, drawn by the seed of (its seed, index).
 
         It is a reservation of its own, whose Decode call gives its tokens; it shares the blocks of the first one's
-        prompt, which has to be committed and here. Raises NotFoundError if it is not, OverloadedError if there is no
-        room; a plain `reserve` of the same prompt does then, since it finds the prompt's full blocks in the cache.
+        prompt. Raises NotFoundError if they are not committed and here, OverloadedError if there is no room.
         """
         self._check_ready()
         self._check_taken()
@@ -310,10 +309,9 @@ class DecodeNode:
         return self.info.layout.blocks_for(self._limits.num_reserved(len(request.token_ids), num_tokens))
 
     def _check_taken(self) -> None:
-        if self._num_taken >= self._limits.max_requests:
-            raise OverloadedError(
-                f"{self._num_taken} requests hold blocks here; at most {self._limits.max_requests} may"
-            )
+        most = self._limits.max_requests
+        if self._num_taken >= most:
+            raise OverloadedError(f"{self._num_taken} requests hold blocks here; at most {most} may")
 
     def _check_ready(self) -> None:
         if self._draining:
