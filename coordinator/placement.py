@@ -14,6 +14,7 @@ from coordinator.members import Member
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
+from kvrelay.limits import DecodeLimits
 from kvrelay.messages import ReservationGranted
 from kvrelay.types import BlockHash, Role
 
@@ -167,8 +168,16 @@ class Placer:
             self._cluster.members.usable(Role.DECODE_NODE),
             self._cluster.cached(Role.DECODE_NODE, hashes),
             num_blocks=self._state.accepted.model.layout.blocks_for(self._state.num_positions),
+            num_blocks_now=self._num_blocks_now,
             avoid=self._state.avoid,
         )
+
+    def _num_blocks_now(self, member: Member) -> int:
+        """What a decode node sets aside for the request when it admits it, by the limits it told."""
+        num_tokens, limits = self._state.num_positions, member.status.limits
+        if isinstance(limits, DecodeLimits):
+            num_tokens = limits.num_reserved(len(self._state.token_ids), num_tokens)
+        return self._state.accepted.model.layout.blocks_for(num_tokens)
 
     def _has_nodes(self) -> bool:
         roles = [Role.PREFILL_NODE] if self._state.answer.num_left == 1 else [Role.PREFILL_NODE, Role.DECODE_NODE]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator.members import Member
 from kvrelay.types import BlockHash, InstanceId
@@ -57,15 +57,20 @@ def rank_decode(
     matched: Mapping[InstanceId, int],
     *,
     num_blocks: int,
+    num_blocks_now: Callable[[Member], int] | None = None,
     avoid: Collection[InstanceId] = (),
 ) -> list[Member]:
-    """Decode nodes that could ever hold `num_blocks`, the one to ask first in front; `avoid` are asked last."""
+    """Decode nodes that could ever hold `num_blocks`, the one to ask first in front; `avoid` are asked last.
+
+    `num_blocks_now` says how many a node sets aside at first: all of them, unless its answers grow.
+    """
 
     def cost(member: Member) -> tuple[bool, bool, int, int, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
         load = status.num_running + status.num_waiting + status.num_reservations + member.num_assigned
         cached = matched.get(instance_id, 0)
-        crowded = num_blocks - cached > status.blocks.available
+        needed = num_blocks if num_blocks_now is None else num_blocks_now(member)
+        crowded = needed - cached > status.blocks.available
         return (
             instance_id in avoid,
             crowded,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvrelay.cluster import ModelInfo
-from kvrelay.errors import InvalidRequestError, PromptTooLongError
+from kvrelay.errors import InvalidRequestError, NeverFitsError, PromptTooLongError
 from kvrelay.messages import NodeRequest
+from kvrelay.sampling import fork_seed
 from kvrelay.types import check_token_id
 
 
@@ -35,3 +38,19 @@ def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo) -> Non
     needed = min(num_prompt + sampling.max_tokens, info.max_model_len)
     if num_tokens < needed:
         raise InvalidRequestError(f"num_tokens is {num_tokens}; prompt and answer may take {needed}")
+
+
+def check_fits(num_blocks: int, num_blocks_of_pool: int) -> None:
+    """Raises NeverFitsError for a request that the whole pool could not hold at its longest, whatever is set aside
+    for it at first."""
+    if num_blocks > num_blocks_of_pool:
+        raise NeverFitsError(f"{num_blocks} KV blocks are needed; this node has {num_blocks_of_pool} in all")
+
+
+def fork_request(given: NodeRequest, index: int) -> NodeRequest:
+    """The request of answer `index`, at least 1, to the prompt of `given`. Raises InvalidRequestError."""
+    if index < 1:
+        raise InvalidRequestError(f"index is {index}; allowed is at least 1, since 0 is the request itself")
+    if len(given.token_ids) > given.num_prompt_tokens or given.sampling.seed is None:
+        raise InvalidRequestError("an answer that is resumed here has no forks; reserve for the prompt instead")
+    return replace(given, sampling=replace(given.sampling, seed=fork_seed(given.sampling.seed, index)))

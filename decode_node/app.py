@@ -9,11 +9,13 @@ from decode_node.config import DecodeConfig
 from decode_node.engine import DecodeCore, EngineLoad
 from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeNode
+from decode_node.resume import ResumeCosts
 from decode_node.scheduler import Scheduler
 from decode_node.service import SERVICE_NAMES, DecodeService
 from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
+from kvrelay.kv.remote import StoreClient
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 
@@ -49,8 +51,8 @@ class DecodeApp:
     async def start(self, address: str, readiness: Readiness) -> None:
         """Loads the model, then joins the coordinator. Raises ModelFileError or ConfigError."""
         loaded = await self.host.start(readiness)
-        await self.host.open_store(DecodeCore.read_block)
-        self._service.node = await self._start_node(loaded)
+        store = await self.host.open_store(DecodeCore.read_block)
+        self._service.node = await self._start_node(loaded, store)
         await self.host.join(Role.DECODE_NODE, address)
 
     async def drain(self, deadline_s: float) -> None:
@@ -70,22 +72,24 @@ class DecodeApp:
             runner=loaded.runner,
             cache=loaded.cache,
             pool=loaded.pool,
-            scheduler=Scheduler(self._config.max_batch, self._config.max_batched_tokens),
+            scheduler=Scheduler(self._config.limits),
+            costs=ResumeCosts(loaded.info.layout, with_store=bool(self._config.kvstore)),
         )
         return self._core
 
-    async def _start_node(self, loaded: LoadedEngine) -> DecodeNode:
+    async def _start_node(self, loaded: LoadedEngine, store: StoreClient | None) -> DecodeNode:
         node = DecodeNode(
             engine=self.host.engine,
             info=loaded.info,
             cache=loaded.cache,
             instance_id=self._instance_id,
             metrics=self._metrics,
+            limits=self._config.limits,
             lease_s=self._config.lease_s,
-            max_requests=self._config.max_requests,
             load=self._load,
             changed=self.host.changed,
             offer=self.host.offer,
+            store=store,
         )
         self.host.on_close(node.close)
         await node.start()

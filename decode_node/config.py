@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config import NodeConfig, option
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, InvalidRequestError
+from kvrelay.limits import DecodeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +18,22 @@ class DecodeConfig(NodeConfig):
     max_requests: int = option(
         128, "requests that may hold blocks here, in the batch or on their way to it; more are turned away", minimum=1
     )
+    reserve_output_tokens: int = option(
+        0,
+        "output tokens that blocks are set aside for when a request is admitted; an answer takes more as it grows, "
+        "from the youngest request if there are none; 0: all of max_tokens, so that nobody has to give way",
+        minimum=0,
+    )
     lease_s: float = option(10.0, "how long blocks are kept for a request that nobody renews", unit="s", minimum=0.1)
 
     def check(self) -> None:
         """Raises ConfigError where fields contradict each other."""
-        if self.max_batch > self.max_batched_tokens:
-            raise ConfigError(
-                f"max_batch is {self.max_batch}; allowed is at most max_batched_tokens, {self.max_batched_tokens}: "
-                "every sequence of the batch takes one token of a step"
-            )
+        try:
+            self.limits.validate()
+        except InvalidRequestError as error:
+            raise ConfigError(error.message) from error
+
+    @property
+    def limits(self) -> DecodeLimits:
+        """What the node starts with."""
+        return DecodeLimits(self.max_batch, self.max_batched_tokens, self.max_requests, self.reserve_output_tokens)

@@ -8,13 +8,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decode_node.memory import SequenceMemory
+from decode_node.resume import Resume, ResumeCosts
 from decode_node.scheduler import Scheduler
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError
+from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError, OverloadedError
 from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.pool import BlockPool, Reservation
+from kvrelay.limits import DecodeLimits
 from kvrelay.messages import DecodeFinished
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, FinishReason, ReservationId
@@ -28,6 +31,7 @@ class Cache(Protocol):
     """Of kvrelay.kv.cache, what a decode node uses."""
 
     def read_slab(self, block_id: BlockId) -> bytes: ...
+    def copy_block(self, source: BlockId, target: BlockId) -> None: ...
     def write_slab(self, block_id: BlockId, payload: Buffer) -> None: ...
 
 
@@ -51,8 +55,29 @@ class SequenceAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class SequencePreempted:
+    """It gave its blocks to an older one; `num_tokens` of prompt and answer will have to be held again."""
+
+    reservation_id: ReservationId
+    num_tokens: int
+    resume: Resume
+    hashes: tuple[BlockHash, ...] = ()  # to be in the kvstore when it comes back, if it shall load them
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWanted:
+    """A preempted sequence has blocks again; these are to be filled from the kvstore, then comes `loaded`."""
+
+    reservation_id: ReservationId
+    hashes: tuple[BlockHash, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     advanced: tuple[SequenceAdvanced, ...]
+    preempted: tuple[SequencePreempted, ...] = ()
+    to_load: tuple[BlocksWanted, ...] = ()
     filled: tuple[BlockHash, ...] = ()  # blocks that became full and shareable; for the offloader
     num_rows: int = 0
     num_tokens: int = 0  # tokens computed
@@ -85,23 +110,30 @@ class DecodeCore:
         cache: Cache,
         pool: BlockPool,
         scheduler: Scheduler,
+        costs: ResumeCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`costs` decide how preempted sequences come back; None: there is no kvstore to bring them."""
         self._info = info
         self._runner = runner
         self._cache = cache
         self._pool = pool
         self._scheduler = scheduler
+        self._memory = SequenceMemory(pool, cache.copy_block, info.max_model_len)
+        self._costs = costs or ResumeCosts(info.layout, with_store=False)
         self._clock = clock
         self._reserved: set[ReservationId] = set()
         self._sequences: dict[ReservationId, Sequence] = {}
         self._members: dict[Sequence, _Member] = {}
+        self._stalled = False  # nobody can run before a command changes something
         self.load = EngineLoad(pool.counts())
 
     def reserve(
         self, reservation_id: ReservationId, prefix_hashes: tuple[BlockHash, ...], num_blocks: int
     ) -> Reservation:
-        """As BlockPool.reserve."""
+        """As BlockPool.reserve; while preempted sequences wait for blocks, theirs is the next room there is."""
+        if self._scheduler.num_preempted:
+            raise OverloadedError("preempted requests wait for KV blocks here")
         reservation = self._pool.reserve(reservation_id, prefix_hashes, num_blocks)
         self._reserved.add(reservation_id)
         self._publish()
@@ -145,6 +177,41 @@ class DecodeCore:
             self._pool.cancel(reservation_id)
         self._publish()
 
+    def fork(self, parent_id: ReservationId, fork_id: ReservationId, sequence: Sequence, num_blocks: int) -> None:
+        """Takes in another answer to the parent's prompt: `sequence` has no output yet, and a seed of its own.
+
+        It joins the batch when `run` says so. It shares the parent's blocks, holds `num_blocks` in all, and recomputes
+        the prompt's last token, from whose logits its own first one is drawn. Raises NotFoundError if the parent's
+        prompt is not here in full (any more), OverloadedError if there is no room; nothing changes then.
+        """
+        parent = self._sequences.get(parent_id)
+        if parent is None or parent.num_computed_tokens < sequence.num_tokens - 1:
+            raise NotFoundError(f"the prompt of reservation {parent_id} is not here to be shared")
+        if self._scheduler.num_preempted:
+            raise OverloadedError("preempted requests wait for KV blocks here")
+        self._memory.share(parent, sequence, num_blocks)
+        self._adopt(fork_id, sequence, sequence.num_computed_tokens)
+        self._publish()
+
+    def loaded(self, reservation_id: ReservationId, num_blocks: int, seconds: float) -> None:
+        """The next `num_blocks` of the blocks that a preempted sequence wanted are filled; it may run again.
+
+        Nothing happens to one that has left.
+        """
+        sequence = self._sequences.get(reservation_id)
+        if sequence is None:
+            return
+        self._costs.loaded(num_blocks, seconds)
+        sequence.num_computed_tokens += num_blocks * sequence.block_tokens
+        self._register(sequence)
+        self._scheduler.loaded(sequence)
+        self._publish()
+
+    def set_limits(self, limits: DecodeLimits) -> None:
+        """In force from the next step on. They are valid."""
+        self._scheduler.limits = limits
+        self._publish()
+
     def read_block(self, block_hash: BlockHash) -> bytes | None:
         """A copy of a shareable block's slab, or None if it is here no more."""
         block_id = self._pool.find(block_hash)
@@ -153,21 +220,27 @@ class DecodeCore:
     # EngineCore
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() and not self._stalled
 
     def step(self) -> StepDone:
         started = self._clock()
-        batch = self._scheduler.schedule()
-        drawn = self._runner.run(batch)
+        plan = self._scheduler.schedule(self._memory)
+        batch = plan.batch
+        drawn = self._runner.run(batch) if batch.rows else []
         filled: list[BlockHash] = []
         advanced = [self._update(row, token, filled) for row, token in zip(batch.rows, drawn, strict=True)]
         self._publish()
+        self._stalled = not (batch.rows or plan.preempted)
+        step_s = self._clock() - started
+        self._costs.stepped(len(batch.rows), batch.num_tokens, step_s)
         return StepDone(
             advanced=tuple(a for a in advanced if a is not None),
+            preempted=tuple(self._preempted(sequence) for sequence in plan.preempted),
+            to_load=tuple(self._wanted(sequence) for sequence in plan.to_load),
             filled=tuple(filled),
             num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
-            step_s=self._clock() - started,
+            step_s=step_s,
         )
 
     def fail_all(self, error: Exception) -> StepDone:
@@ -190,6 +263,9 @@ class DecodeCore:
             raise NotFoundError(f"reservation {reservation_id} does not exist or has ended")
         self._reserved.remove(reservation_id)
         sequence.block_table = self._pool.commit(reservation_id)
+        self._adopt(reservation_id, sequence, num_cached_tokens)
+
+    def _adopt(self, reservation_id: ReservationId, sequence: Sequence, num_cached_tokens: int | None) -> None:
         self._sequences[reservation_id] = sequence
         self._members[sequence] = _Member(reservation_id, self._clock(), num_cached_tokens)
 
@@ -230,8 +306,24 @@ class DecodeCore:
         member = self._members.pop(sequence)
         del self._sequences[member.reservation_id]
         self._scheduler.remove(sequence)
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
+        self._memory.drop(sequence)
+
+    def _preempted(self, sequence: Sequence) -> SequencePreempted:
+        resume = self._costs.choose()
+        hashes: tuple[BlockHash, ...] = ()
+        if resume is Resume.SWAP:
+            self._memory.load_on_return(sequence)
+            hashes = tuple(sequence.block_hashes[: sequence.num_reusable_blocks])
+        return SequencePreempted(self._members[sequence].reservation_id, sequence.num_tokens, resume, hashes)
+
+    def _wanted(self, sequence: Sequence) -> BlocksWanted:
+        missing = slice(sequence.num_registered_blocks, sequence.num_reusable_blocks)
+        return BlocksWanted(
+            self._members[sequence].reservation_id,
+            tuple(sequence.block_hashes[missing]),
+            tuple(sequence.block_table[missing]),
+        )
 
     def _publish(self) -> None:
+        self._stalled = False
         self.load = EngineLoad(self._pool.counts(), self._scheduler.num_running, self._scheduler.num_waiting)

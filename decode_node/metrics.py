@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from decode_node.engine import StepDone
+from decode_node.resume import Resume
 from kvrelay.engine.metrics import HandoffMetrics
 from kvrelay.metrics import STEP_BUCKETS
+from kvrelay.types import Tier
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -27,6 +31,20 @@ class DecodeMetrics:
         self._leases_lapsed = Counter(
             "kvrelay_leases_lapsed_total", "Reservations that nobody renewed.", registry=registry
         )
+        self._preemptions = Counter(
+            "kvrelay_preemptions_total",
+            "Running requests that gave their blocks to an older one, by the way they were to come back.",
+            ["resume"],
+            registry=registry,
+        )
+        self._loaded = Counter(
+            "kvrelay_preempted_blocks_loaded_total",
+            "Blocks that preempted requests got back from the kvstore, by its tier.",
+            ["tier"],
+            registry=registry,
+        )
+        for resume in Resume:
+            self._preemptions.labels(resume.value)
         self._generated = Counter(
             "kvrelay_decode_tokens_generated_total", "Tokens drawn by this node's steps.", registry=registry
         )
@@ -54,7 +72,13 @@ class DecodeMetrics:
     def lease_lapsed(self) -> None:
         self._leases_lapsed.inc()
 
+    def blocks_loaded(self, tiers: Sequence[Tier]) -> None:
+        for tier in tiers:
+            self._loaded.labels(tier.value).inc()
+
     def stepped(self, step: StepDone) -> None:
+        for preempted in step.preempted:
+            self._preemptions.labels(preempted.resume.value).inc()
         self._generated.inc(sum(advanced.token is not None for advanced in step.advanced))
         self._computed.inc(step.num_tokens)
         if step.num_rows:

@@ -13,9 +13,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from decode_node.admission import check_request
-from decode_node.engine import Cache, DecodeCore, EngineLoad, StepDone
+from decode_node.admission import check_fits, check_request, fork_request
+from decode_node.engine import BlocksWanted, Cache, DecodeCore, EngineLoad, StepDone
+from decode_node.loader import BlockLoader
 from decode_node.metrics import DecodeMetrics
 from decode_node.reservations import Entry, Phase, Reservations
 from decode_node.streams import TokenStream
@@ -25,11 +27,15 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import Reservation
+from kvrelay.kv.prefix import BlockStore
+from kvrelay.limits import DecodeLimits
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
 from kvrelay.sampling import GeneratedToken
-from kvrelay.types import BlockHash, InstanceId, ReservationId
+from kvrelay.types import BlockHash, BlockId, InstanceId, ReservationId
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -39,6 +45,7 @@ class Request:
     entry: Entry
     stream: TokenStream
     interrupted: asyncio.Event  # of the latest handoff: set once it may not write any more
+    loading: asyncio.Task[None] | None = None  # writes into its blocks what the kvstore has of them
 
 
 def _nothing() -> None:
@@ -56,14 +63,16 @@ class DecodeNode:
         cache: Cache,
         instance_id: InstanceId,
         metrics: DecodeMetrics,
+        limits: DecodeLimits,
         lease_s: float = 10.0,
-        max_requests: int = 128,
         load: Callable[[], EngineLoad] = EngineLoad,
         changed: Callable[[], None] = _nothing,
         offer: Callable[[tuple[BlockHash, ...]], None] = lambda hashes: None,
+        store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load` reads the core's latest; `changed` is told whenever `status` did; `offer` gets blocks to offload."""
+        """`limits` are those the core starts with. `load` reads the core's latest; `changed` is told whenever `status`
+        did; `offer` gets blocks to offload, and `store` gives them back to preempted requests."""
         self.engine = engine
         self.info = info
         self.cache = cache
@@ -71,11 +80,12 @@ class DecodeNode:
         self.metrics = metrics
         self.reservations = Reservations(lease_s)
         self._requests: dict[ReservationId, Request] = {}
-        self._max_requests = max_requests
+        self._limits = limits
         self._num_reserving = 0  # Reserve calls that wait for the engine
         self._load = load
         self._changed = changed
         self._offer = offer
+        self._loader = BlockLoader(engine, cache, store, metrics, clock) if store is not None else None
         self.clock = clock
         self._lease_timer: asyncio.TimerHandle | None = None
         self._draining = False
@@ -88,30 +98,46 @@ class DecodeNode:
         self._watch = asyncio.create_task(self._watch_engine())
 
     async def reserve(self, request: NodeRequest, num_tokens: int) -> ReservationGranted:
-        """Sets blocks aside for all of `num_tokens`.
+        """Sets blocks aside for `num_tokens`, or for as many of them as the limits say.
 
         Raises InvalidRequestError and its kin for what is wrong, NeverFitsError for what is too large for this node,
         OverloadedError for what does not fit now, UnavailableError while the node drains or is stuck.
         """
         self._check_ready()
         check_request(request, num_tokens, self.info)
-        if self._num_taken >= self._max_requests:
-            raise OverloadedError(f"{self._num_taken} requests hold blocks here; at most {self._max_requests} may")
-        layout = self.info.layout
-        root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
-        sequence = Sequence.create(request, root, layout.block_tokens)
+        check_fits(self.info.layout.blocks_for(num_tokens), self._load().blocks.total)
+        self._check_taken()
+        sequence = self._sequence(request)
         reservation_id = ReservationId(uuid.uuid4().hex)
-        reserved = await self._set_aside(reservation_id, sequence, layout.blocks_for(num_tokens))
-        sequence.num_computed_tokens = reserved.num_cached * layout.block_tokens
+        reserved = await self._set_aside(reservation_id, sequence, self._num_blocks(request, num_tokens))
+        sequence.num_computed_tokens = reserved.num_cached * sequence.block_tokens
         sequence.num_registered_blocks = reserved.num_cached
-        entry = self.reservations.grant(
-            reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached, self.clock()
-        )
-        self._requests[reservation_id] = Request(entry, TokenStream(), asyncio.Event())
-        self._empty.clear()
-        self._arm_lease_timer()
+        return self._grant(reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached)
+
+    async def fork(self, reservation_id: ReservationId, index: int) -> ReservationGranted:
+        """Another answer to the prompt that a reservation was granted for, drawn by the seed of (its seed, index).
+
+        It is a reservation of its own, whose Decode call gives its tokens; it shares the blocks of the first one's
+        prompt. Raises NotFoundError if they are not committed and here, OverloadedError if there is no room.
+        """
+        self._check_ready()
+        self._check_taken()
+        request = fork_request(self.reservations.get(reservation_id).sequence.request, index)
+        sequence, fork_id = self._sequence(request), ReservationId(uuid.uuid4().hex)
+        num_tokens = min(request.num_prompt_tokens + (request.sampling.max_tokens or 0), self.info.max_model_len)
+        num_blocks = self._num_blocks(request, num_tokens)
+        await self._ask_engine(fork_id, lambda core: core.fork(reservation_id, fork_id, sequence, num_blocks))
+        granted = self._grant(fork_id, sequence, (), sequence.num_reusable_blocks)
+        self.reservations.committed(fork_id)
+        return granted
+
+    async def set_limits(self, limits: DecodeLimits) -> DecodeLimits:
+        """Replaces the limits between two steps; who holds blocks keeps them. Raises InvalidRequestError."""
+        limits.validate()
+        await self.engine.call(lambda core: core.set_limits(limits))
+        self._limits = limits
         self._changed()
-        return ReservationGranted(reservation_id, self.instance_id, reserved.num_cached, self.reservations.lease_s)
+        return limits
 
     def renew(self, reservation_id: ReservationId) -> float:
         """Seconds until the lease lapses now. Raises NotFoundError."""
@@ -166,6 +192,18 @@ class DecodeNode:
     def deliver(self, output: object) -> None:
         """Takes a step's results from the engine loop."""
         assert isinstance(output, StepDone)
+        for preempted in output.preempted:
+            logger.info(
+                "reservation %s gave its blocks to an older one: %d tokens to hold again, by %s",
+                *(preempted.reservation_id, preempted.num_tokens, preempted.resume.value),
+            )
+            self._offer(preempted.hashes)
+        for wanted in output.to_load:
+            request = self._requests.get(wanted.reservation_id)
+            if request is not None:
+                request.loading = asyncio.create_task(self._load_blocks(wanted))
+        if output.preempted:
+            self._changed()
         for advanced in output.advanced:
             request = self._requests.get(advanced.reservation_id)
             if request is None:
@@ -188,8 +226,9 @@ class DecodeNode:
             blocks=load.blocks,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
-            num_slots_free=max(0, self._max_requests - self._num_taken) if self.ready else 0,
+            num_slots_free=max(0, self._limits.max_requests - self._num_taken) if self.ready else 0,
             num_reservations=self.reservations.num_pending,
+            limits=self._limits,
         )
 
     def end_if_stuck(self) -> None:
@@ -236,16 +275,43 @@ class DecodeNode:
     async def _set_aside(self, reservation_id: ReservationId, sequence: Sequence, num_blocks: int) -> Reservation:
         """Asks the engine, which comes to it between two steps; nothing stays with it if nobody waits any more."""
         prefix = tuple(sequence.block_hashes[: sequence.num_reusable_blocks])
+        return await self._ask_engine(reservation_id, lambda core: core.reserve(reservation_id, prefix, num_blocks))
+
+    async def _ask_engine(self, reservation_id: ReservationId, fn: Callable[[DecodeCore], T]) -> T:
         self._num_reserving += 1
         try:
-            reserved = await self.engine.call(lambda core: core.reserve(reservation_id, prefix, num_blocks))
+            answer = await self.engine.call(fn)
             self._check_ready()  # a drain may have begun meanwhile
         except (asyncio.CancelledError, UnavailableError):
             self._give_back(reservation_id)
             raise
         finally:
             self._num_reserving -= 1
-        return reserved
+        return answer
+
+    def _grant(
+        self, reservation_id: ReservationId, sequence: Sequence, block_ids: tuple[BlockId, ...], num_cached: int
+    ) -> ReservationGranted:
+        entry = self.reservations.grant(reservation_id, sequence, block_ids, num_cached, self.clock())
+        self._requests[reservation_id] = Request(entry, TokenStream(), asyncio.Event())
+        self._empty.clear()
+        self._arm_lease_timer()
+        self._changed()
+        return ReservationGranted(reservation_id, self.instance_id, num_cached, self.reservations.lease_s)
+
+    def _sequence(self, request: NodeRequest) -> Sequence:
+        layout = self.info.layout
+        root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
+        return Sequence.create(request, root, layout.block_tokens)
+
+    def _num_blocks(self, request: NodeRequest, num_tokens: int) -> int:
+        """To set aside now for a request that may grow to `num_tokens`."""
+        return self.info.layout.blocks_for(self._limits.num_reserved(len(request.token_ids), num_tokens))
+
+    def _check_taken(self) -> None:
+        most = self._limits.max_requests
+        if self._num_taken >= most:
+            raise OverloadedError(f"{self._num_taken} requests hold blocks here; at most {most} may")
 
     def _check_ready(self) -> None:
         if self._draining:
@@ -284,10 +350,23 @@ class DecodeNode:
         request = self._requests.pop(reservation_id)
         request.stream.fail(error)
         request.interrupted.set()
-        self._give_back(reservation_id)
+        if request.loading is None or request.loading.done():
+            self._give_back(reservation_id)
+        else:  # only when nothing writes into the blocks any more may they go to others
+            request.loading.cancel()
+            request.loading.add_done_callback(lambda _: self._give_back(reservation_id))
         if not self._requests:
             self._empty.set()
         self._changed()
+
+    async def _load_blocks(self, wanted: BlocksWanted) -> None:
+        assert self._loader is not None, "the engine wants blocks of a kvstore that is not there"
+        try:
+            await self._loader.load(wanted)
+        except Exception as error:
+            logger.exception("blocks of reservation %s could not be loaded", wanted.reservation_id)
+            self._requests[wanted.reservation_id].loading = None
+            self.end(wanted.reservation_id, KVRelayError(f"a preempted request could not come back: {error}"))
 
     def _end_all(self, error: KVRelayError) -> None:
         for reservation_id in self.reservations.ids:

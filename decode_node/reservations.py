@@ -69,9 +69,16 @@ class Reservations:
         self._entries[reservation_id] = entry
         return entry
 
+    def get(self, reservation_id: ReservationId) -> Entry:
+        """Raises NotFoundError."""
+        entry = self._entries.get(reservation_id)
+        if entry is None:
+            raise NotFoundError(f"reservation {reservation_id} does not exist or has ended")
+        return entry
+
     def renew(self, reservation_id: ReservationId, now: float) -> float:
         """Seconds until the lease lapses now. Raises NotFoundError."""
-        self._get(reservation_id).deadline = now + self.lease_s
+        self.get(reservation_id).deadline = now + self.lease_s
         return self.lease_s
 
     def open(self, reservation_id: ReservationId, *, compute_tail: bool) -> Entry:
@@ -80,7 +87,7 @@ class Reservations:
         With `compute_tail` the engine takes the blocks over as they are. Raises NotFoundError, or
         DuplicateRequestError for a second call, or StaleError if a handoff fills the blocks already.
         """
-        entry = self._get(reservation_id)
+        entry = self.get(reservation_id)
         if entry.decoding:
             raise DuplicateRequestError(f"reservation {reservation_id} has an open Decode call already")
         if compute_tail:
@@ -152,12 +159,6 @@ class Reservations:
 
     def _leased(self) -> list[Entry]:
         return [entry for entry in self._entries.values() if not entry.decoding]
-
-    def _get(self, reservation_id: ReservationId) -> Entry:
-        entry = self._entries.get(reservation_id)
-        if entry is None:
-            raise NotFoundError(f"reservation {reservation_id} does not exist or has ended")
-        return entry
 
     def _live(self, reservation_id: ReservationId) -> Entry:
         entry = self._entries.get(reservation_id)

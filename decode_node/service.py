@@ -13,7 +13,7 @@ from decode_node.receiver import Receiver
 from kvrelay.errors import KVRelayError, NotFoundError, UnavailableError
 from kvrelay.messages import DecodeFinished
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
-from kvrelay.rpc import convert_decode
+from kvrelay.rpc import convert_decode, convert_limits
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
 
 SERVICE_NAMES = ("kvrelay.pb.Decode", KV_TRANSFER)
@@ -35,6 +35,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
         return convert_decode.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
 
+    async def Fork(self, request: decode_pb2.ForkRequest, context: Context) -> decode_pb2.ReserveReply:
+        reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
+        return convert_decode.reservation_granted_to_pb(await self._loaded().fork(reservation_id, request.index))
+
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewReply:
         reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
         return decode_pb2.RenewReply(lease_s=self._loaded().renew(reservation_id))
@@ -54,6 +58,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield convert_decode.decode_event_to_pb(event)
                 if isinstance(event, DecodeFinished):
                     return
+
+    async def SetLimits(
+        self, request: decode_pb2.SetDecodeLimitsRequest, context: Context
+    ) -> decode_pb2.SetDecodeLimitsReply:
+        limits = await self._loaded().set_limits(convert_limits.decode_limits_from_pb(request.limits))
+        return decode_pb2.SetDecodeLimitsReply(limits=convert_limits.decode_limits_to_pb(limits))
 
     async def receive(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         """The raw method KVTransfer/Receive."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.kv.layout import KVLayout
+from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.types import BlockCounts, InstanceId, Role
 
 
@@ -45,6 +46,7 @@ class NodeStatus:
     num_reservations: int = 0
     memory_bytes: int = 0
     disk_bytes: int = 0
+    limits: DecodeLimits | PrefillLimits | None = None  # in force now, of a node that computes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from dataclasses import dataclass, field
 
 from kvrelay.errors import InvalidRequestError
@@ -119,3 +121,14 @@ class GeneratedToken:
 
     token_id: int
     logprobs: StepLogprobs | None = None
+
+
+def fork_seed(seed: int, index: int) -> int:
+    """Seed of answer `index` of several to one prompt, in [0, 2**64); the first one's is the request's own.
+
+    Hashed, not added: seed + 1 may well be another request's, and the two answers would be the same.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8, person=b"kvrelay-fork-v1").digest()
+    return int.from_bytes(digest, "little")

@@ -68,14 +68,8 @@ class PrefillApp:
 
     def _make_core(self, loaded: LoadedEngine) -> PrefillCore:
         """Runs on the engine thread."""
-        config = self._config
-        scheduler = PrefillScheduler(
-            max_batched_tokens=config.max_batched_tokens,
-            chunk_tokens=config.chunk_tokens,
-            max_prefills=config.max_prefills,
-            max_waiting=config.max_waiting,
-        )
-        return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, config.block_tokens)
+        scheduler = PrefillScheduler(self._config.limits)
+        return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, self._config.block_tokens)
 
     def _make_jobs(self, loaded: LoadedEngine, store: StoreClient | None) -> PrefillJobs:
         links = DecodeLinks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config import NodeConfig, option
+from kvrelay.limits import PrefillLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +15,7 @@ class PrefillConfig(NodeConfig):
     # A step of 512 tokens already fills the matrix units of a CPU; more of them only make short prompts wait longer.
     max_batched_tokens: int = option(512, "tokens of one step, shared by all prompts in work", unit="tokens", minimum=1)
     chunk_tokens: int = option(512, "tokens of one prompt in a step, at most", unit="tokens", minimum=1)
-    max_prefills: int = option(4, "prompts that load or compute at a time", minimum=1)
+    max_prefills: int = option(4, "prompts that load or compute at a time; short ones may be as many more", minimum=1)
     # The coordinator keeps the long queue, where fairness and priority are known; this one hides its round trip.
     max_waiting: int = option(4, "prompts that wait on the node at most", minimum=0)
     load_limit_s: float = option(
@@ -23,3 +24,8 @@ class PrefillConfig(NodeConfig):
     handoff_stall_s: float = option(
         10.0, "longest wait for a decode node to take a block or to commit", unit="s", minimum=0.1
     )
+
+    @property
+    def limits(self) -> PrefillLimits:
+        """What the node starts with."""
+        return PrefillLimits(self.max_batched_tokens, self.chunk_tokens, self.max_prefills, self.max_waiting)

@@ -16,9 +16,12 @@ from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NeverFitsError, OverloadedError
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
+from kvrelay.limits import PrefillLimits
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockCounts, BlockHash, BlockId, ReservationId
 from prefill_node.scheduler import JobId, PrefillScheduler
+
+LONGER_TWIN = 2  # a prompt waits for the blocks of another that has at most so many times as much to compute
 
 
 class Runner(Protocol):
@@ -65,6 +68,7 @@ class PrefillOutput:
     num_running: int  # jobs that hold blocks
     num_waiting: int
     num_slots_free: int
+    limits: PrefillLimits | None = None
 
 
 @dataclass(slots=True)
@@ -72,6 +76,12 @@ class _Job:
     sequence: Sequence
     admitted: bool = False
     started: bool = False
+    failed: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Its missing blocks will be here soon, unless it ends before."""
+        return self.admitted and not self.failed and self.sequence.num_uncomputed > 0
 
 
 @dataclass(slots=True)
@@ -111,6 +121,7 @@ class PrefillCore:
         self._register(sequence)
         self.scheduler.start(job_id, sequence.num_uncomputed)
         self._events.append(Computed(job_id, sequence.num_computed_tokens, None))
+        self._admit()
 
     def end(self, job_id: JobId) -> None:
         """Gives back all the job has, at whatever stage it is; nothing happens if it was never taken."""
@@ -122,6 +133,11 @@ class PrefillCore:
             self.pool.release(job.sequence.block_table)
         elif job.admitted:
             self.pool.cancel(_reservation(job_id))
+        self._admit()
+
+    def set_limits(self, limits: PrefillLimits) -> None:
+        """In force from the next step on. They are valid."""
+        self.scheduler.limits = limits
         self._admit()
 
     def read(self, block_hash: BlockHash) -> bytes | None:
@@ -139,6 +155,7 @@ class PrefillCore:
             num_running=sum(job.admitted for job in self._jobs.values()),
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
+            limits=self.scheduler.limits,
         )
 
     # EngineCore
@@ -156,11 +173,9 @@ class PrefillCore:
     def fail_all(self, error: Exception) -> PrefillOutput:
         """A step raised: every job that computes fails. Loading and waiting ones were not part of it and go on."""
         for job_id, job in self._jobs.items():
-            if job.started and job.sequence.num_uncomputed:
+            if job.started and job.computes:
                 self.scheduler.remove(job_id)
-                self._events.append(
-                    Failed(job_id, KVRelayError(f"the engine failed while computing a prompt: {error}"))
-                )
+                self._fail(job_id, KVRelayError(f"the engine failed while computing a prompt: {error}"))
         self._admit()
         return self.report()
 
@@ -187,25 +202,53 @@ class PrefillCore:
             self.scheduler.advance(job_id, row.num_tokens)
             if isinstance(token, BadLogitsError):
                 self.pool.disown(row.sequence.block_table)  # no later prompt shall find the KV that led to this
-                self._events.append(Failed(job_id, token))
+                self._fail(job_id, token)
             else:
                 self._register(row.sequence)
                 self._events.append(Computed(job_id, row.sequence.num_computed_tokens, token))
 
+    def _fail(self, job_id: JobId, error: KVRelayError) -> None:
+        self._jobs[job_id].failed = True
+        self._events.append(Failed(job_id, error))
+
     def _admit(self) -> None:
-        """Admits from the head of the queue while slots and blocks last; called whenever either may have come free."""
+        """Admits in order while places and blocks last; called whenever either may have come free.
+
+        Passed are only those for which there is no place yet, by shorter ones for which there is one, and those whose
+        next block another job is about to have. One that lacks blocks is passed by nobody.
+        """
         self._changed = True
-        while (job_id := self.scheduler.head()) is not None:
-            job = self._jobs[job_id]
-            prefix = job.sequence.block_hashes[: job.sequence.num_reusable_blocks]
+        for job_id in self.scheduler.waiting:
+            sequence = self._jobs[job_id].sequence
+            prefix = sequence.block_hashes[: sequence.num_reusable_blocks]
+            num_cached = len(self.pool.match(prefix))
+            num_uncomputed = sequence.num_tokens - num_cached * self.block_tokens
+            if not self.scheduler.may_admit(num_uncomputed) or self._is_computed(prefix, num_cached, num_uncomputed):
+                continue
             try:
-                reservation = self.pool.reserve(_reservation(job_id), prefix, self._blocks_for(job.sequence))
+                reservation = self.pool.reserve(_reservation(job_id), prefix, self._blocks_for(sequence))
             except OverloadedError:
                 return
-            self.scheduler.admit_head()
-            job.admitted = True
-            job.sequence.num_computed_tokens = reservation.num_cached * self.block_tokens
+            self.scheduler.admit(job_id)
+            self._jobs[job_id].admitted = True
+            sequence.num_computed_tokens = reservation.num_cached * self.block_tokens
             self._events.append(Admitted(job_id, tuple(reservation.block_ids), reservation.num_cached))
+
+    def _is_computed(self, prefix: Seq[BlockHash], num_cached: int, num_uncomputed: int) -> bool:
+        """Whether another job is about to have the first block that is missing of `prefix`.
+
+        Then it pays to wait for it: the block is computed once. Only a job that is not much longer counts, so that it
+        comes about as early as the waiting one itself would; when it ends or fails, nobody waits for it any more.
+        """
+        if num_cached == len(prefix):
+            return False
+        return any(
+            job.computes
+            and job.sequence.num_uncomputed <= LONGER_TWIN * num_uncomputed
+            and job.sequence.block_hashes[num_cached : num_cached + 1] == [prefix[num_cached]]
+            and job.sequence.num_registered_blocks <= num_cached
+            for job in self._jobs.values()
+        )
 
     def _register(self, sequence: Sequence) -> None:
         blocks = sequence.unregistered_blocks()

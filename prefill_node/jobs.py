@@ -14,13 +14,14 @@ from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError
 from kvrelay.kv.hashing import Buffer, chain_root
+from kvrelay.kv.prefix import BlockStore, count_cached, load_prefix
+from kvrelay.limits import PrefillLimits
 from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.rpc import raw
 from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, Tier, check_token_id
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.prefix import BlockStore, count_cached, load_prefix
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffReport, HandoffSender
@@ -91,7 +92,14 @@ class PrefillJobs:
             num_running=output.num_running,
             num_waiting=output.num_waiting,
             num_slots_free=0 if self._draining else output.num_slots_free,
+            limits=output.limits,
         )
+
+    async def set_limits(self, limits: PrefillLimits) -> PrefillLimits:
+        """Replaces the limits between two steps; prompts in work stay. Raises InvalidRequestError."""
+        limits.validate()
+        await self._engine.call(lambda core: core.set_limits(limits))
+        return limits
 
     async def drain(self) -> None:
         """Takes no more jobs; returns when the last one has ended."""

@@ -6,6 +6,8 @@ Two bounds follow from `share_budget`, with B the token budget of a step and S =
 - the oldest prompt advances by min(S, chunk_tokens) tokens or to its end in every step, so no prompt starves;
 - longer prompts take at most S tokens of a step from a shorter one that wants them: it and those as short share at
   least B - S, so a prompt of r tokens that is the shortest ends after ceil(r / min(B - S, chunk_tokens)) steps.
+A short prompt, one that can be computed in a single step, does not wait for a long one's place either: there are as
+many places again for short ones alone.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ from collections.abc import Sequence
 from typing import NewType
 
 from kvrelay.errors import OverloadedError
+from kvrelay.limits import PrefillLimits
 
 JobId = NewType("JobId", int)  # one Prefill call; a request id may come again while its first call still ends
 
 OLDEST_SHARE = 4  # the oldest prompt is sure of a quarter of the budget: short ones come first, long ones still end
+
+
+def _oldest_share(budget: int) -> int:
+    return max(1, budget // OLDEST_SHARE)
 
 
 def share_budget(remaining: Sequence[int], *, budget: int, chunk_tokens: int) -> list[int]:
@@ -31,7 +38,7 @@ def share_budget(remaining: Sequence[int], *, budget: int, chunk_tokens: int) ->
     granted = [0] * len(remaining)
     if not remaining:
         return granted
-    granted[0] = min(remaining[0], chunk_tokens, max(1, budget // OLDEST_SHARE))
+    granted[0] = min(remaining[0], chunk_tokens, _oldest_share(budget))
     left = budget - granted[0]
     for index in sorted(range(len(remaining)), key=lambda i: (remaining[i], i)):
         more = min(remaining[index], chunk_tokens) - granted[index]
@@ -42,19 +49,20 @@ def share_budget(remaining: Sequence[int], *, budget: int, chunk_tokens: int) ->
 
 
 class PrefillScheduler:
-    """The order of jobs: waiting (first come, first admitted), admitted (a slot is theirs), computing.
+    """The order of jobs: waiting, admitted (a place is theirs), computing.
 
-    A job takes a slot when it is admitted and gives it back when it ends or its prompt is computed; sending the last
+    A job takes a place when it is admitted and gives it back when it ends or its prompt is computed; sending the last
     blocks needs none. `max_waiting` bounds the queue, which stays shallow since the coordinator keeps the long one.
+    `limits` may be replaced between steps.
     """
 
-    def __init__(self, *, max_batched_tokens: int, chunk_tokens: int, max_prefills: int, max_waiting: int) -> None:
-        self._max_batched_tokens = max_batched_tokens
-        self._chunk_tokens = chunk_tokens
-        self._max_prefills = max_prefills
-        self._max_waiting = max_waiting
+    def __init__(self, limits: PrefillLimits) -> None:
+        """Raises InvalidRequestError for limits out of range."""
+        limits.validate()
+        self.limits = limits
         self._waiting: deque[JobId] = deque()
         self._admitted: dict[JobId, None] = {}  # in order of admission
+        self._extra: set[JobId] = set()  # those of them in a place for short prompts
         self._remaining: dict[JobId, int] = {}  # computing jobs: uncomputed tokens
 
     @property
@@ -68,11 +76,23 @@ class PrefillScheduler:
     @property
     def num_slots_free(self) -> int:
         """Jobs that `enqueue` would take now."""
-        return max(0, self._max_prefills + self._max_waiting - len(self._admitted) - len(self._waiting))
+        taken = len(self._admitted) - len(self._extra) + len(self._waiting)
+        return max(0, self.limits.max_prefills + self.limits.max_waiting - taken)
+
+    @property
+    def short_tokens(self) -> int:
+        """A prompt of no more uncomputed tokens is short: one step computes it, whatever longer ones there are."""
+        budget = self.limits.max_batched_tokens
+        return min(self.limits.chunk_tokens, budget - _oldest_share(budget))
 
     @property
     def has_chunks(self) -> bool:
         return bool(self._remaining)
+
+    @property
+    def waiting(self) -> tuple[JobId, ...]:
+        """In order of arrival."""
+        return tuple(self._waiting)
 
     def enqueue(self, job_id: JobId) -> None:
         """Raises OverloadedError when the shallow queue is full."""
@@ -84,14 +104,18 @@ class PrefillScheduler:
             )
         self._waiting.append(job_id)
 
-    def head(self) -> JobId | None:
-        """The job to admit next; None when none waits or every slot is taken. Later jobs never pass it."""
-        if not self._waiting or len(self._admitted) >= self._max_prefills:
-            return None
-        return self._waiting[0]
+    def may_admit(self, num_uncomputed: int) -> bool:
+        """Whether there is a place for a prompt of so many uncomputed tokens."""
+        if self._has_place():
+            return True
+        return num_uncomputed <= self.short_tokens and len(self._extra) < self.limits.max_prefills
 
-    def admit_head(self) -> None:
-        self._admitted[self._waiting.popleft()] = None
+    def admit(self, job_id: JobId) -> None:
+        """Gives a waiting job the place that `may_admit` spoke of."""
+        if not self._has_place():
+            self._extra.add(job_id)
+        self._waiting.remove(job_id)
+        self._admitted[job_id] = None
 
     def start(self, job_id: JobId, num_uncomputed: int) -> None:
         """The admitted job's prefix is loaded; `num_uncomputed` tokens, at least one, are to compute."""
@@ -104,8 +128,8 @@ class PrefillScheduler:
         job_ids = [job_id for job_id in self._admitted if job_id in self._remaining]
         granted = share_budget(
             [self._remaining[job_id] for job_id in job_ids],
-            budget=self._max_batched_tokens,
-            chunk_tokens=self._chunk_tokens,
+            budget=self.limits.max_batched_tokens,
+            chunk_tokens=self.limits.chunk_tokens,
         )
         return [(job_id, count) for job_id, count in zip(job_ids, granted, strict=True) if count]
 
@@ -118,7 +142,11 @@ class PrefillScheduler:
     def remove(self, job_id: JobId) -> None:
         """Forgets the job wherever it is; nothing happens when it is not here."""
         self._remaining.pop(job_id, None)
+        self._extra.discard(job_id)
         if job_id in self._admitted:
             del self._admitted[job_id]
         elif job_id in self._waiting:
             self._waiting.remove(job_id)
+
+    def _has_place(self) -> bool:
+        return len(self._admitted) - len(self._extra) < self.limits.max_prefills

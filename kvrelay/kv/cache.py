@@ -61,6 +61,10 @@ class PagedKVCache:
         """
         self.tensor[block_id, :, :, num_tokens:] = 0
 
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Gives `target`, which the engine owns, the contents of `source`: of all layers at once."""
+        self.tensor[target].copy_(self.tensor[source])
+
     def read_slab(self, block_id: BlockId) -> bytes:
         """A copy of one block's slab, which nobody may be writing: held, its contents final."""
         if self._bytes is None:

@@ -94,6 +94,17 @@ class BlockPool:
         self._free.extend(reversed(reservation.fresh_ids))
         self.release(reservation.pinned_ids)
 
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Fresh blocks for a running sequence, held once. Raises OverloadedError, changing nothing."""
+        self._check_room(num_blocks, ())
+        block_ids = [self._take() for _ in range(num_blocks)]
+        self._ref_counts.update(dict.fromkeys(block_ids, 1))
+        return block_ids
+
+    def may_write(self, block_id: BlockId) -> bool:
+        """Whether the block is held once and has no name, so that nobody else reads what is in it."""
+        return self._ref_counts.get(block_id, 0) == 1 and block_id not in self._hashes
+
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """Holds once more what is held or cached."""
         for block_id in block_ids:

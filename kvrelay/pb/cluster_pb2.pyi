@@ -112,6 +112,8 @@ class NodeStatus(_message.Message):
     NUM_RESERVATIONS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DECODE_LIMITS_FIELD_NUMBER: _builtins.int
+    PREFILL_LIMITS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """False before warm-up is done, while stuck, and while draining."""
     draining: _builtins.bool
@@ -132,6 +134,14 @@ class NodeStatus(_message.Message):
     def blocks(self) -> Global___BlockCounts:
         """Of the node's pool; zeros on a kvstore."""
 
+    @_builtins.property
+    def decode_limits(self) -> _types_pb2.DecodeLimits:
+        """Of a decode node."""
+
+    @_builtins.property
+    def prefill_limits(self) -> _types_pb2.PrefillLimits:
+        """Of a prefill node."""
+
     def __init__(
         self,
         *,
@@ -144,12 +154,16 @@ class NodeStatus(_message.Message):
         num_reservations: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         disk_bytes: _builtins.int = ...,
+        decode_limits: _types_pb2.DecodeLimits | None = ...,
+        prefill_limits: _types_pb2.PrefillLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "limits", b"limits", "prefill_limits", b"prefill_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "disk_bytes", b"disk_bytes", "draining", b"draining", "memory_bytes", b"memory_bytes", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "prefill_limits", b"prefill_limits", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_limits: _TypeAlias = _typing.Literal["decode_limits", "prefill_limits"]  # noqa: Y015
+    _WhichOneofArgType_limits: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_limits) -> _WhichOneofReturnType_limits | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 

@@ -54,6 +54,16 @@ class DecodeStub:
                 request_serializer=kvrelay_dot_pb_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_pb_dot_decode__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.Fork = channel.unary_unary(
+                '/kvrelay.pb.Decode/Fork',
+                request_serializer=kvrelay_dot_pb_dot_decode__pb2.ForkRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_decode__pb2.ReserveReply.FromString,
+                _registered_method=True)
+        self.SetLimits = channel.unary_unary(
+                '/kvrelay.pb.Decode/SetLimits',
+                request_serializer=kvrelay_dot_pb_dot_decode__pb2.SetDecodeLimitsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_decode__pb2.SetDecodeLimitsReply.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -88,6 +98,23 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fork(self, request, context):
+        """A reservation for another answer to the prompt of one whose KV is committed: it shares the prompt's blocks, and its
+        tokens are drawn by a seed hashed from the request's and the index. NOT_FOUND when the prompt's KV is not here (any
+        more), RESOURCE_EXHAUSTED when there is no room; Reserve with the same prompt does then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLimits(self, request, context):
+        """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+        is allowed, and nothing changes then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +137,16 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=kvrelay_dot_pb_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=kvrelay_dot_pb_dot_decode__pb2.DecodeEvent.SerializeToString,
+            ),
+            'Fork': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fork,
+                    request_deserializer=kvrelay_dot_pb_dot_decode__pb2.ForkRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_decode__pb2.ReserveReply.SerializeToString,
+            ),
+            'SetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLimits,
+                    request_deserializer=kvrelay_dot_pb_dot_decode__pb2.SetDecodeLimitsRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_decode__pb2.SetDecodeLimitsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +257,60 @@ class Decode:
             '/kvrelay.pb.Decode/Decode',
             kvrelay_dot_pb_dot_decode__pb2.DecodeRequest.SerializeToString,
             kvrelay_dot_pb_dot_decode__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.Decode/Fork',
+            kvrelay_dot_pb_dot_decode__pb2.ForkRequest.SerializeToString,
+            kvrelay_dot_pb_dot_decode__pb2.ReserveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.Decode/SetLimits',
+            kvrelay_dot_pb_dot_decode__pb2.SetDecodeLimitsRequest.SerializeToString,
+            kvrelay_dot_pb_dot_decode__pb2.SetDecodeLimitsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,15 @@ class DecodeStub:
     """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
     While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
     """
+    Fork: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ForkRequest, _decode_pb2.ReserveReply]
+    """A reservation for another answer to the prompt of one whose KV is committed: it shares the prompt's blocks, and its
+    tokens are drawn by a seed hashed from the request's and the index. NOT_FOUND when the prompt's KV is not here (any
+    more), RESOURCE_EXHAUSTED when there is no room; Reserve with the same prompt does then.
+    """
+    SetLimits: _grpc.UnaryUnaryMultiCallable[_decode_pb2.SetDecodeLimitsRequest, _decode_pb2.SetDecodeLimitsReply]
+    """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+    is allowed, and nothing changes then.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -56,6 +65,15 @@ class DecodeAsyncStub(DecodeStub):
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
     While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+    """
+    Fork: _aio.UnaryUnaryMultiCallable[_decode_pb2.ForkRequest, _decode_pb2.ReserveReply]  # type: ignore[assignment]
+    """A reservation for another answer to the prompt of one whose KV is committed: it shares the prompt's blocks, and its
+    tokens are drawn by a seed hashed from the request's and the index. NOT_FOUND when the prompt's KV is not here (any
+    more), RESOURCE_EXHAUSTED when there is no room; Reserve with the same prompt does then.
+    """
+    SetLimits: _aio.UnaryUnaryMultiCallable[_decode_pb2.SetDecodeLimitsRequest, _decode_pb2.SetDecodeLimitsReply]  # type: ignore[assignment]
+    """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+    is allowed, and nothing changes then.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -91,6 +109,27 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeEvent], _abc.AsyncIterator[_decode_pb2.DecodeEvent]]:
         """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
         While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+        """
+
+    @_abc_1.abstractmethod
+    def Fork(
+        self,
+        request: _decode_pb2.ForkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.ReserveReply, _abc.Awaitable[_decode_pb2.ReserveReply]]:
+        """A reservation for another answer to the prompt of one whose KV is committed: it shares the prompt's blocks, and its
+        tokens are drawn by a seed hashed from the request's and the index. NOT_FOUND when the prompt's KV is not here (any
+        more), RESOURCE_EXHAUSTED when there is no room; Reserve with the same prompt does then.
+        """
+
+    @_abc_1.abstractmethod
+    def SetLimits(
+        self,
+        request: _decode_pb2.SetDecodeLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.SetDecodeLimitsReply, _abc.Awaitable[_decode_pb2.SetDecodeLimitsReply]]:
+        """Replaces the scheduler's limits between two steps; requests that hold blocks keep them. INVALID_ARGUMENT says what
+        is allowed, and nothing changes then.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.pb import types_pb2 as kvrelay_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/pb/prefill.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"s\n\rHandoffTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x16\n\x0ereservation_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\"e\n\x0ePrefillRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.pb.NodeRequest\x12)\n\x06target\x18\x02 \x01(\x0b\x32\x19.kvrelay.pb.HandoffTarget\":\n\x0ePrefillStarted\x12(\n\x06\x63\x61\x63hed\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\"\xbc\x01\n\x0fPrefillFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.kvrelay.pb.StepLogprobs\x12(\n\x06\x63\x61\x63hed\x18\x03 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x11\n\thandoff_s\x18\x05 \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\"w\n\x0cPrefillEvent\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.PrefillStartedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.kvrelay.pb.PrefillFinishedH\x00\x42\x07\n\x05\x65vent2L\n\x07Prefill\x12\x41\n\x07Prefill\x12\x1a.kvrelay.pb.PrefillRequest\x1a\x18.kvrelay.pb.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/pb/prefill.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"s\n\rHandoffTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x16\n\x0ereservation_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\"e\n\x0ePrefillRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.pb.NodeRequest\x12)\n\x06target\x18\x02 \x01(\x0b\x32\x19.kvrelay.pb.HandoffTarget\":\n\x0ePrefillStarted\x12(\n\x06\x63\x61\x63hed\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\"\xbc\x01\n\x0fPrefillFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.kvrelay.pb.StepLogprobs\x12(\n\x06\x63\x61\x63hed\x18\x03 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x11\n\thandoff_s\x18\x05 \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\"w\n\x0cPrefillEvent\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.PrefillStartedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.kvrelay.pb.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"D\n\x17SetPrefillLimitsRequest\x12)\n\x06limits\x18\x01 \x01(\x0b\x32\x19.kvrelay.pb.PrefillLimits\"B\n\x15SetPrefillLimitsReply\x12)\n\x06limits\x18\x01 \x01(\x0b\x32\x19.kvrelay.pb.PrefillLimits2\xa1\x01\n\x07Prefill\x12\x41\n\x07Prefill\x12\x1a.kvrelay.pb.PrefillRequest\x1a\x18.kvrelay.pb.PrefillEvent0\x01\x12S\n\tSetLimits\x12#.kvrelay.pb.SetPrefillLimitsRequest\x1a!.kvrelay.pb.SetPrefillLimitsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,6 +42,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLFINISHED']._serialized_end=533
   _globals['_PREFILLEVENT']._serialized_start=535
   _globals['_PREFILLEVENT']._serialized_end=654
-  _globals['_PREFILL']._serialized_start=656
-  _globals['_PREFILL']._serialized_end=732
+  _globals['_SETPREFILLLIMITSREQUEST']._serialized_start=656
+  _globals['_SETPREFILLLIMITSREQUEST']._serialized_end=724
+  _globals['_SETPREFILLLIMITSREPLY']._serialized_start=726
+  _globals['_SETPREFILLLIMITSREPLY']._serialized_end=792
+  _globals['_PREFILL']._serialized_start=795
+  _globals['_PREFILL']._serialized_end=956
 # @@protoc_insertion_point(module_scope)

@@ -182,3 +182,47 @@ class PrefillEvent(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class SetPrefillLimitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _types_pb2.PrefillLimits:
+        """All of them; what the node has now is in its status."""
+
+    def __init__(
+        self,
+        *,
+        limits: _types_pb2.PrefillLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPrefillLimitsRequest: _TypeAlias = SetPrefillLimitsRequest  # noqa: Y015
+
+@_typing.final
+class SetPrefillLimitsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _types_pb2.PrefillLimits:
+        """In force now."""
+
+    def __init__(
+        self,
+        *,
+        limits: _types_pb2.PrefillLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPrefillLimitsReply: _TypeAlias = SetPrefillLimitsReply  # noqa: Y015

@@ -39,6 +39,11 @@ class PrefillStub:
                 request_serializer=kvrelay_dot_pb_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_pb_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.SetLimits = channel.unary_unary(
+                '/kvrelay.pb.Prefill/SetLimits',
+                request_serializer=kvrelay_dot_pb_dot_prefill__pb2.SetPrefillLimitsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_prefill__pb2.SetPrefillLimitsReply.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -53,6 +58,14 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLimits(self, request, context):
+        """Replaces the scheduler's limits between two steps; prompts in work stay there. INVALID_ARGUMENT says what is
+        allowed, and nothing changes then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=kvrelay_dot_pb_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=kvrelay_dot_pb_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'SetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLimits,
+                    request_deserializer=kvrelay_dot_pb_dot_prefill__pb2.SetPrefillLimitsRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_prefill__pb2.SetPrefillLimitsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class Prefill:
             '/kvrelay.pb.Prefill/Prefill',
             kvrelay_dot_pb_dot_prefill__pb2.PrefillRequest.SerializeToString,
             kvrelay_dot_pb_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.Prefill/SetLimits',
+            kvrelay_dot_pb_dot_prefill__pb2.SetPrefillLimitsRequest.SerializeToString,
+            kvrelay_dot_pb_dot_prefill__pb2.SetPrefillLimitsReply.FromString,
             options,
             channel_credentials,
             insecure,

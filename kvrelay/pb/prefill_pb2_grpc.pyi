@@ -36,6 +36,10 @@ class PrefillStub:
     One PrefillStarted when the request leaves the node's shallow queue, one PrefillFinished at the end.
     Cancelling the call frees everything and breaks the KV stream.
     """
+    SetLimits: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.SetPrefillLimitsRequest, _prefill_pb2.SetPrefillLimitsReply]
+    """Replaces the scheduler's limits between two steps; prompts in work stay there. INVALID_ARGUMENT says what is
+    allowed, and nothing changes then.
+    """
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
@@ -44,6 +48,10 @@ class PrefillAsyncStub(PrefillStub):
     """Computes a prompt's KV and streams it to the decode node that holds the reservation.
     One PrefillStarted when the request leaves the node's shallow queue, one PrefillFinished at the end.
     Cancelling the call frees everything and breaks the KV stream.
+    """
+    SetLimits: _aio.UnaryUnaryMultiCallable[_prefill_pb2.SetPrefillLimitsRequest, _prefill_pb2.SetPrefillLimitsReply]  # type: ignore[assignment]
+    """Replaces the scheduler's limits between two steps; prompts in work stay there. INVALID_ARGUMENT says what is
+    allowed, and nothing changes then.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -56,6 +64,16 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         """Computes a prompt's KV and streams it to the decode node that holds the reservation.
         One PrefillStarted when the request leaves the node's shallow queue, one PrefillFinished at the end.
         Cancelling the call frees everything and breaks the KV stream.
+        """
+
+    @_abc_1.abstractmethod
+    def SetLimits(
+        self,
+        request: _prefill_pb2.SetPrefillLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.SetPrefillLimitsReply, _abc.Awaitable[_prefill_pb2.SetPrefillLimitsReply]]:
+        """Replaces the scheduler's limits between two steps; prompts in work stay there. INVALID_ARGUMENT says what is
+        allowed, and nothing changes then.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

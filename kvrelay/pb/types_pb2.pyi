@@ -565,3 +565,71 @@ class NodeRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeRequest: _TypeAlias = NodeRequest  # noqa: Y015
+
+@_typing.final
+class DecodeLimits(_message.Message):
+    """How much a decode node's scheduler takes on; replaced as a whole between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_BATCH_FIELD_NUMBER: _builtins.int
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    max_batch: _builtins.int
+    """Sequences of one step; at least 1, at most max_batched_tokens."""
+    max_batched_tokens: _builtins.int
+    """Tokens of one step, those of prompts that are computed there included."""
+    max_requests: _builtins.int
+    """Requests that may hold blocks, or wait for them, at a time; at least 1."""
+    reserve_output_tokens: _builtins.int
+    """Output tokens that blocks are set aside for when a request is admitted; 0: for all of max_tokens."""
+    def __init__(
+        self,
+        *,
+        max_batch: _builtins.int = ...,
+        max_batched_tokens: _builtins.int = ...,
+        max_requests: _builtins.int = ...,
+        reserve_output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch", b"max_batch", "max_batched_tokens", b"max_batched_tokens", "max_requests", b"max_requests", "reserve_output_tokens", b"reserve_output_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeLimits: _TypeAlias = DecodeLimits  # noqa: Y015
+
+@_typing.final
+class PrefillLimits(_message.Message):
+    """How much a prefill node's scheduler takes on; replaced as a whole between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_PREFILLS_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_FIELD_NUMBER: _builtins.int
+    max_batched_tokens: _builtins.int
+    """Tokens of one step, all prompts together; at least 1."""
+    chunk_tokens: _builtins.int
+    """Tokens of one prompt in a step, at most; at least 1."""
+    max_prefills: _builtins.int
+    """Prompts that load or compute at a time; at least 1. Short prompts get as many places again."""
+    max_waiting: _builtins.int
+    """Prompts that wait on the node; may be 0."""
+    def __init__(
+        self,
+        *,
+        max_batched_tokens: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+        max_prefills: _builtins.int = ...,
+        max_waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "max_batched_tokens", b"max_batched_tokens", "max_prefills", b"max_prefills", "max_waiting", b"max_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillLimits: _TypeAlias = PrefillLimits  # noqa: Y015

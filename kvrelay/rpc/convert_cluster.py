@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from kvrelay.cluster import ClusterStatus, ModelInfo, NodeInfo, NodeReport, NodeStatus
 from kvrelay.kv.layout import AXES, KVLayout
+from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.pb import cluster_pb2, types_pb2
+from kvrelay.rpc.convert_limits import (
+    decode_limits_from_pb,
+    decode_limits_to_pb,
+    prefill_limits_from_pb,
+    prefill_limits_to_pb,
+)
 from kvrelay.rpc.convert_types import MAX_ID_CHARS, check
 from kvrelay.types import BlockCounts, InstanceId, Role
 
@@ -105,6 +112,7 @@ def block_counts_from_pb(wire: cluster_pb2.BlockCounts) -> BlockCounts:
 
 
 def node_status_to_pb(status: NodeStatus) -> cluster_pb2.NodeStatus:
+    limits = status.limits
     return cluster_pb2.NodeStatus(
         ready=status.ready,
         draining=status.draining,
@@ -115,6 +123,8 @@ def node_status_to_pb(status: NodeStatus) -> cluster_pb2.NodeStatus:
         num_reservations=status.num_reservations,
         memory_bytes=status.memory_bytes,
         disk_bytes=status.disk_bytes,
+        decode_limits=decode_limits_to_pb(limits) if isinstance(limits, DecodeLimits) else None,
+        prefill_limits=prefill_limits_to_pb(limits) if isinstance(limits, PrefillLimits) else None,
     )
 
 
@@ -129,7 +139,14 @@ def node_status_from_pb(wire: cluster_pb2.NodeStatus) -> NodeStatus:
         num_reservations=wire.num_reservations,
         memory_bytes=wire.memory_bytes,
         disk_bytes=wire.disk_bytes,
+        limits=_limits_from_pb(wire),
     )
+
+
+def _limits_from_pb(wire: cluster_pb2.NodeStatus) -> DecodeLimits | PrefillLimits | None:
+    if wire.HasField("decode_limits"):
+        return decode_limits_from_pb(wire.decode_limits)
+    return prefill_limits_from_pb(wire.prefill_limits) if wire.HasField("prefill_limits") else None
 
 
 def cluster_status_to_pb(status: ClusterStatus) -> cluster_pb2.GetStatusReply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 
+from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
     DecodeFinished,
     HandoffTarget,
@@ -13,12 +14,18 @@ from kvrelay.messages import (
     ReservationGranted,
     TokensDecoded,
 )
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.calls import Replies, answer
+from kvrelay.rpc.convert_limits import (
+    decode_limits_from_pb,
+    decode_limits_to_pb,
+    prefill_limits_from_pb,
+    prefill_limits_to_pb,
+)
 from kvrelay.types import ReservationId
 
-CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease
+CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease or limits
 
 
 class PrefillClient:
@@ -32,6 +39,12 @@ class PrefillClient:
         call = self._stub.Prefill(convert_prefill.prefill_request_to_pb(request, target), timeout=timeout_s)
         return Replies(call, convert_prefill.prefill_event_from_pb)
 
+    async def set_limits(self, limits: PrefillLimits, timeout_s: float = CONTROL_TIMEOUT_S) -> PrefillLimits:
+        """From the next step on; gives what is in force then. Raises InvalidRequestError, changing nothing."""
+        request = prefill_pb2.SetPrefillLimitsRequest(limits=prefill_limits_to_pb(limits))
+        call = self._stub.SetLimits(request, timeout=timeout_s)
+        return await answer(call, lambda reply: prefill_limits_from_pb(reply.limits))
+
 
 class DecodeClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -40,6 +53,16 @@ class DecodeClient:
     async def reserve(self, request: NodeRequest, num_tokens: int, timeout_s: float) -> ReservationGranted:
         """Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
         call = self._stub.Reserve(convert_decode.reserve_request_to_pb(request, num_tokens), timeout=timeout_s)
+        return await answer(call, convert_decode.reservation_granted_from_pb)
+
+    async def fork(
+        self, reservation_id: ReservationId, index: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> ReservationGranted:
+        """A reservation for answer `index`, at least 1, to the prompt of another one, whose blocks it shares.
+
+        Raises NotFoundError when they are not there (any more), OverloadedError when there is no room for its own.
+        """
+        call = self._stub.Fork(decode_pb2.ForkRequest(reservation_id=reservation_id, index=index), timeout=timeout_s)
         return await answer(call, convert_decode.reservation_granted_from_pb)
 
     async def renew(self, reservation_id: ReservationId, timeout_s: float = CONTROL_TIMEOUT_S) -> float:
@@ -51,6 +74,12 @@ class DecodeClient:
         """Gives a reservation back; no error when it is gone."""
         call = self._stub.Release(decode_pb2.ReleaseRequest(reservation_id=reservation_id), timeout=timeout_s)
         await answer(call, lambda reply: None)
+
+    async def set_limits(self, limits: DecodeLimits, timeout_s: float = CONTROL_TIMEOUT_S) -> DecodeLimits:
+        """From the next step on; gives what is in force then. Raises InvalidRequestError, changing nothing."""
+        request = decode_pb2.SetDecodeLimitsRequest(limits=decode_limits_to_pb(limits))
+        call = self._stub.SetLimits(request, timeout=timeout_s)
+        return await answer(call, lambda reply: decode_limits_from_pb(reply.limits))
 
     def decode(
         self, reservation_id: ReservationId, compute_tail: bool = False, *, timeout_s: float | None = None

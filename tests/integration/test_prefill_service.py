@@ -19,6 +19,7 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.kv.hashing import block_hashes, chain_root
+from kvrelay.limits import PrefillLimits
 from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockCounts, BlockHash, CachedTokens, Tier
@@ -335,3 +336,18 @@ async def test_status_follows_the_engine() -> None:
         await running
         await bench.wait_for_status(lambda: bench.jobs.status(ready=True).num_running == 0)
         assert bench.jobs.status(ready=True).blocks == BlockCounts(total=8, free=6, reserved=0, held=0, cached=2)
+
+
+async def test_limits_are_replaced_over_the_wire_and_told_in_the_status() -> None:
+    async with prefill_bench(budget=64) as bench:
+        before = PrefillLimits(max_batched_tokens=64, chunk_tokens=64, max_prefills=4, max_waiting=4)
+        await prefill(bench, make_request(1))
+        assert bench.jobs.status(ready=True).limits == before
+        with pytest.raises(InvalidRequestError, match="chunk_tokens is 0; allowed is at least 1"):
+            await bench.client.set_limits(PrefillLimits(64, 0, 4, 4))
+        wanted = PrefillLimits(max_batched_tokens=20, chunk_tokens=20, max_prefills=1, max_waiting=0)
+        assert await bench.client.set_limits(wanted) == wanted
+        await prefill(bench, make_request(100))
+        status = bench.jobs.status(ready=True)
+        assert (status.limits, status.num_slots_free) == (wanted, 1)
+        assert bench.runner.num_steps == 1 + 5, "100 tokens at 20 a step"

@@ -16,6 +16,7 @@ RANKS = {
     "kvrelay.messages": 0,
     "kvrelay.inference": 0,
     "kvrelay.errors": 0,
+    "kvrelay.limits": 0,
     "kvrelay.config": 0,
     "kvrelay.log": 0,
     "kvrelay.metrics": 0,

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from decode_node.engine import Cache, DecodeCore, Runner
 from decode_node.metrics import DecodeMetrics
 from decode_node.node import DecodeNode
+from decode_node.resume import ResumeCosts
 from decode_node.scheduler import Scheduler
 from decode_node.service import DecodeService
 from kvrelay.cluster import ModelInfo
@@ -21,6 +22,8 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, encode, tail_frame
 from kvrelay.kv.hashing import ChecksumChain, chain_root
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix import BlockStore
+from kvrelay.limits import DecodeLimits
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, NodeRequest, ReservationGranted
 from kvrelay.rpc import convert_decode
 from kvrelay.rpc.channel import error_from_rpc, open_channel
@@ -85,15 +88,17 @@ async def decode_node(
     max_batch: int = 4,
     max_batched_tokens: int = 8,
     max_requests: int = 8,
+    reserve_output_tokens: int = 0,
     lease_s: float = 10.0,
+    costs: ResumeCosts | None = None,
+    store: BlockStore | None = None,
     clock: ManualClock | None = None,
 ) -> AsyncIterator[Harness]:
     """Serves until left; proves on the way out that nothing is held."""
     info, runner, cache = info or make_info(), runner or FakeRunner(), cache or FakeCache()
     pool, registry = BlockPool(num_blocks), CollectorRegistry()
-    core = DecodeCore(
-        info=info, runner=runner, cache=cache, pool=pool, scheduler=Scheduler(max_batch, max_batched_tokens)
-    )
+    limits = DecodeLimits(max_batch, max_batched_tokens, max_requests, reserve_output_tokens)
+    core = DecodeCore(info=info, runner=runner, cache=cache, pool=pool, scheduler=Scheduler(limits), costs=costs)
     timing: dict[str, Callable[[], float]] = {"clock": clock} if clock else {}
     engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output), **timing)
     offered: list[BlockHash] = []
@@ -103,10 +108,11 @@ async def decode_node(
         cache=cache,
         instance_id=INSTANCE,
         metrics=DecodeMetrics(registry),
+        limits=limits,
         lease_s=lease_s,
-        max_requests=max_requests,
         load=lambda: core.load,
         offer=offered.extend,
+        store=store,
         **timing,
     )
     await engine.start()

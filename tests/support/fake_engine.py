@@ -55,6 +55,9 @@ class FakeCache:
     def read_slab(self, block_id: BlockId) -> bytes:
         return self.slabs.get(block_id, bytes(self.layout.slab_bytes))
 
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        self.slabs[target] = self.read_slab(source)
+
     def write_slab(self, block_id: BlockId, payload: Buffer) -> None:
         if len(payload) != self.layout.slab_bytes:
             raise CorruptBlockError(f"{len(payload)} bytes are no slab")

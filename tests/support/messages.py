@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.kv.layout import ITEM_BYTES, KVLayout
+from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
     BlocksReceived,
     DecodeFinished,
@@ -71,7 +72,13 @@ node_infos = st.builds(
     NodeInfo, st.sampled_from(Role), ids.map(InstanceId), ids, st.none() | model_infos, protocol_version=u32
 )
 block_counts = st.builds(BlockCounts, u32, u32, u32, u32, u32)
-node_statuses = st.builds(NodeStatus, st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64)
+decode_limits = st.builds(DecodeLimits, u32, u32, u32, u32)
+prefill_limits = st.builds(PrefillLimits, u32, u32, u32, u32)
+node_statuses = st.builds(
+    NodeStatus,
+    *(st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64),
+    st.none() | decode_limits | prefill_limits,
+)
 targets = st.builds(HandoffTarget, ids, texts, ids.map(ReservationId), u32, u32)
 prefill_events = st.builds(PrefillStarted, cached_tokens) | st.builds(
     PrefillFinished, generated_tokens, cached_tokens, numbers, numbers, u64

@@ -17,6 +17,7 @@ from kvrelay.errors import BadLogitsError
 from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
+from kvrelay.limits import PrefillLimits
 from kvrelay.messages import HandoffTarget, NodeRequest
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.channel import open_channel
@@ -62,7 +63,7 @@ class GatedRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = asyncio.Event()
-        self.num_computed = 0
+        self.num_computed = self.num_steps = 0
         self.drawn: list[int] = []  # token ids, in order
         self.error: Exception | None = None
         self.bad_lengths: set[int] = set()  # of sequences that get bad logits
@@ -79,6 +80,7 @@ class GatedRunner:
         if self.error is not None:
             raise self.error
         self.num_computed += batch.num_tokens
+        self.num_steps += 1
         if self._close_after is not None and self.num_computed >= self._close_after:
             self._close_after = None
             self.gate.clear()
@@ -180,7 +182,9 @@ class PrefillBench:
 
     def _make_core(self, budget: int, max_prefills: int, max_waiting: int) -> PrefillCore:
         scheduler = PrefillScheduler(
-            max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+            PrefillLimits(
+                max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+            )
         )
         return PrefillCore(self.runner, self.pool, scheduler, self.cache.read_slab, LAYOUT.block_tokens)
 

@@ -43,6 +43,13 @@ def test_crowded_failed_and_too_small_nodes() -> None:
     assert names(rank_decode(members, {A: 5}, num_blocks=10)) == "adb"  # five more fit beside its cached ones
 
 
+def test_a_node_whose_answers_grow_is_crowded_later_and_still_has_to_hold_the_whole() -> None:
+    members = [member("a", free=5), member("b", running=20), member("c", total=9)]
+    now = {"a": 4, "b": 10, "c": 4}
+    ranked = rank_decode(members, {}, num_blocks=10, num_blocks_now=lambda one: now[one.info.instance_id])
+    assert names(ranked) == "ab"
+
+
 def test_prefill_nodes_with_a_slot_come_first() -> None:
     members = [member("a", slots=0), member("b", running=3), member("c", slots=2, assigned=2, running=1)]
     assert names(rank_prefill(members, {}, num_blocks=10)) == "bac"

@@ -11,6 +11,7 @@ from decode_node.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NotFoundError, OverloadedError
 from kvrelay.kv.pool import BlockPool, Reservation
+from kvrelay.limits import DecodeLimits
 from kvrelay.messages import DecodeFinished
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockCounts, BlockHash, CachedTokens, FinishReason, ReservationId
@@ -31,7 +32,7 @@ class Engine:
             runner=self.runner,
             cache=self.cache,
             pool=self.pool,
-            scheduler=Scheduler(max_batch, max_batched_tokens),
+            scheduler=Scheduler(DecodeLimits(max_batch, max_batched_tokens)),
             clock=self.clock,
         )
 

@@ -4,20 +4,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.scheduler import Scheduler
+from decode_node.scheduler import Restored, Scheduler
 from kvrelay.engine.sequence import Sequence
-from kvrelay.types import BlockHash
+from kvrelay.errors import InvalidRequestError
+from kvrelay.limits import DecodeLimits
+from kvrelay.types import BlockHash, BlockId
 from tests.support.fake_engine import make_request
+
+
+class EndlessMemory:
+    """There is always another block."""
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        return True
+
+    def restore(self, sequence: Sequence) -> Restored:
+        raise AssertionError("nobody was preempted")
+
+    def drop(self, sequence: Sequence) -> None:
+        raise AssertionError("nobody has to give way")
 
 
 def make_sequence(num_uncomputed: int) -> Sequence:
     sequence = Sequence.create(make_request(tuple(range(num_uncomputed + 3))), BlockHash(bytes(32)), 4)
     sequence.num_computed_tokens = 3
+    sequence.block_table = [BlockId(0)]
     return sequence
 
 
 def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    rows = [(row.sequence, row.num_tokens) for row in scheduler.schedule().rows]
+    rows = [(row.sequence, row.num_tokens) for row in scheduler.schedule(EndlessMemory()).batch.rows]
     for sequence, num_tokens in rows:
         sequence.num_computed_tokens += num_tokens
         if sequence.num_uncomputed == 0:
@@ -26,7 +42,7 @@ def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
 
 
 def test_sequences_join_in_order_as_rows_become_free() -> None:
-    scheduler = Scheduler(max_batch=2, max_batched_tokens=8)
+    scheduler = Scheduler(DecodeLimits(max_batch=2, max_batched_tokens=8))
     first, second, third = (make_sequence(1) for _ in range(3))
     for sequence in (first, second, third):
         scheduler.add(sequence)
@@ -37,7 +53,7 @@ def test_sequences_join_in_order_as_rows_become_free() -> None:
 
 
 def test_a_prompts_tail_takes_what_the_budget_leaves_and_decodes_go_on() -> None:
-    scheduler = Scheduler(max_batch=4, max_batched_tokens=8)
+    scheduler = Scheduler(DecodeLimits(max_batch=4, max_batched_tokens=8))
     decode, tail, later = make_sequence(1), make_sequence(9), make_sequence(4)
     for sequence in (decode, tail, later):
         scheduler.add(sequence)
@@ -47,11 +63,11 @@ def test_a_prompts_tail_takes_what_the_budget_leaves_and_decodes_go_on() -> None
 
 
 def test_one_can_leave_while_it_waits_or_runs_and_only_once() -> None:
-    scheduler = Scheduler(max_batch=1, max_batched_tokens=1)
+    scheduler = Scheduler(DecodeLimits(max_batch=1, max_batched_tokens=1))
     running, waiting = make_sequence(1), make_sequence(1)
     scheduler.add(running)
     scheduler.add(waiting)
-    scheduler.schedule()
+    scheduler.schedule(EndlessMemory())
     assert scheduler.remove(waiting)
     assert not scheduler.remove(waiting)
     assert scheduler.remove(running)
@@ -60,8 +76,8 @@ def test_one_can_leave_while_it_waits_or_runs_and_only_once() -> None:
 
 @pytest.mark.parametrize(("max_batch", "budget"), [(0, 4), (5, 4)])
 def test_a_budget_under_one_token_a_row_is_refused(max_batch: int, budget: int) -> None:
-    with pytest.raises(ValueError, match="max_batch"):
-        Scheduler(max_batch, budget)
+    with pytest.raises(InvalidRequestError, match="max_batch"):
+        Scheduler(DecodeLimits(max_batch, budget))
 
 
 @given(
@@ -74,7 +90,7 @@ def test_limits_hold_order_holds_and_nobody_starves(
     max_batch: int, extra_budget: int, arrivals: list[tuple[int, int]], leavers: list[int]
 ) -> None:
     budget = max_batch + extra_budget
-    scheduler = Scheduler(max_batch, budget)
+    scheduler = Scheduler(DecodeLimits(max_batch, budget))
     sequences = [make_sequence(num_uncomputed) for _, num_uncomputed in arrivals]
     alive: list[Sequence] = []
     steps_left = {id(s): 4 for s in sequences}

@@ -159,6 +159,28 @@ def test_a_held_block_can_be_shared_once_registered() -> None:
     assert counts(pool) == (0, 1, 1, 0)
 
 
+def test_a_running_sequence_takes_blocks_one_by_one_and_evicts_what_is_cached() -> None:
+    pool = BlockPool(4)
+    cached = cache(pool, chain(2))
+    assert len(pool.allocate(2)) == 2
+    assert pool.allocate(1) == [cached[1]]
+    assert counts(pool) == (0, 0, 3, 1)
+    with pytest.raises(OverloadedError, match="2 more KV blocks are needed; 1 of 4 are available"):
+        pool.allocate(2)
+    assert counts(pool) == (0, 0, 3, 1)
+    assert pool.allocate(0) == []
+
+
+def test_only_a_block_that_one_holds_and_nobody_can_find_may_be_written() -> None:
+    pool = BlockPool(3)
+    named, shared, own = hold(pool, 3)
+    pool.register(named, hash_of(1))
+    pool.acquire([shared])
+    assert [pool.may_write(block_id) for block_id in (named, shared, own)] == [False, False, True]
+    pool.release([shared, own])
+    assert [pool.may_write(block_id) for block_id in (named, shared, own)] == [False, True, False]
+
+
 def test_misuse_is_found_and_changes_nothing() -> None:
     pool = BlockPool(3)
     held, other = hold(pool, 2)

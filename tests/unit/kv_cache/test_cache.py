@@ -93,3 +93,11 @@ def test_clear_rest_zeroes_a_block_after_its_tokens() -> None:
     assert cache.tensor[1, 1, 1].flatten().tolist() == [56, 57, 58, 59, 60, 61, 0, 0]
     assert cache.tensor[0].flatten().tolist() == list(range(32))
     assert cache.tensor[2].flatten().tolist() == list(range(64, 96))
+
+
+def test_a_block_is_copied_with_all_its_layers_and_no_other_changes() -> None:
+    cache = numbered_cache()
+    before = [cache.read_slab(BlockId(i)) for i in range(cache.num_blocks)]
+    cache.copy_block(BlockId(1), BlockId(0))
+    assert cache.read_slab(BlockId(0)) == before[1] != before[0]
+    assert [cache.read_slab(BlockId(i)) for i in range(1, cache.num_blocks)] == before[1:]

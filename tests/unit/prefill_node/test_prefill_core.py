@@ -14,11 +14,13 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NeverFitsError, OverloadedError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
+from kvrelay.limits import PrefillLimits
 from kvrelay.messages import NodeRequest
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockCounts, RequestId, ReservationId
 from prefill_node.engine import Admitted, Computed, Failed, JobEvent, PrefillCore
 from prefill_node.scheduler import JobId, PrefillScheduler
+from tests.support.slot_engine import SlotCache, SlotRunner, draw
 
 BLOCK_TOKENS = 16
 ROOT = chain_root("model", "layout", b"")
@@ -44,7 +46,9 @@ class FakeRunner:
 
 def make_core(num_blocks: int = 16, budget: int = 512, max_prefills: int = 4, max_waiting: int = 8) -> PrefillCore:
     scheduler = PrefillScheduler(
-        max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+        PrefillLimits(
+            max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+        )
     )
     return PrefillCore(
         FakeRunner(), BlockPool(num_blocks), scheduler, lambda block_id: b"slab of block %d" % block_id, BLOCK_TOKENS
@@ -146,7 +150,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once() -> None:
 
 
 def test_the_shallow_queue_is_bounded() -> None:
-    core = make_core(max_prefills=1, max_waiting=1)
+    core = make_core(budget=16, max_prefills=1, max_waiting=1)  # 16 tokens are no short prompt then
     core.submit(JobId(1), make_sequence(16))
     core.submit(JobId(2), make_sequence(16))
     with pytest.raises(OverloadedError):
@@ -178,12 +182,96 @@ def test_a_job_ended_at_any_stage_leaves_nothing(stage: str) -> None:
     assert counts.cached == {"started": 1, "half computed": 2, "computed": 3}.get(stage, 0)
 
 
+@pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128, 129, 639, 640, 641])
+def test_prompts_at_the_edges_of_chunks_are_computed_in_the_fewest_steps(num_tokens: int) -> None:
+    core = make_core(num_blocks=64, budget=64)
+    _, events = run_prompt(core, 1, num_tokens)
+    assert events[-1] == Computed(JobId(1), num_tokens, GeneratedToken(num_tokens))
+    chunks = core.runner.chunks  # type: ignore[attr-defined]
+    assert [sum(rows) for rows in chunks] == [64] * (num_tokens // 64) + [num_tokens % 64] * (num_tokens % 64 > 0)
+
+
+def start_admitted(core: PrefillCore) -> list[JobEvent]:
+    """Steps until no work is left; admitted jobs start at once, with nothing from a store. What was told."""
+    events: list[JobEvent] = []
+    while core.has_work():
+        news = core.step().events
+        events.extend(news)
+        for event in news:
+            if isinstance(event, Admitted):
+                core.start(event.job_id, 0)
+    core.check_idle()
+    return events
+
+
+def test_the_second_of_two_prompts_with_the_same_beginning_waits_for_the_firsts_blocks() -> None:
+    """40 and 37 tokens, of which 32 are the same: computed are 40 and 5."""
+    core = make_core(budget=16)
+    core.submit(JobId(1), make_sequence(40))
+    core.submit(JobId(2), make_sequence(37))
+    core.submit(JobId(3), make_sequence(20, first=3_000))
+    events = start_admitted(core)
+    admitted = {event.job_id: event.num_cached_blocks for event in events if isinstance(event, Admitted)}
+    assert admitted == {1: 0, 3: 0, 2: 2}
+    assert list(admitted) == [1, 3, 2], "another prompt passes the one that waits"
+    assert sum(map(sum, core.runner.chunks)) == 40 + 5 + 20  # type: ignore[attr-defined]
+    assert sum(isinstance(event, Computed) and event.token is not None for event in events) == 3
+    for job in (1, 2, 3):
+        core.end(JobId(job))
+    drain(core)
+    assert core.pool.counts() == BlockCounts(total=16, free=13, cached=3)
+
+
+def test_blocks_that_the_first_prompt_loads_are_the_seconds_at_once() -> None:
+    core = make_core(budget=16)
+    core.submit(JobId(1), make_sequence(40))
+    core.submit(JobId(2), make_sequence(37))
+    assert [event.job_id for event in core.report().events] == [1]
+    core.start(JobId(1), 2)
+    admitted = core.report().events[1]
+    assert isinstance(admitted, Admitted)
+    assert (admitted.job_id, admitted.num_cached_blocks) == (2, 2)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "cancelled while loading", "bad logits", "failed step"])
+def test_when_the_first_prompt_ends_early_the_second_computes_what_is_missing(how: str) -> None:
+    core = make_core(budget=16)
+    core.submit(JobId(1), make_sequence(40))
+    core.submit(JobId(2), make_sequence(37))
+    assert [event.job_id for event in core.step().events] == [1]
+    if how != "cancelled while loading":
+        core.start(JobId(1), 0)
+        core.step()  # 16 of its tokens
+    if how == "bad logits":
+        core.runner.bad_lengths = {40}  # type: ignore[attr-defined]
+    if how == "failed step":
+        assert [type(event) for event in core.fail_all(RuntimeError("boom")).events] == [Failed, Admitted]
+        core.start(JobId(2), 0)
+    elif how.startswith("cancelled"):
+        core.end(JobId(1))
+    events = start_admitted(core)
+    assert Computed(JobId(2), 37, GeneratedToken(37)) in events
+    core.end(JobId(1))
+    core.end(JobId(2))
+    drain(core)
+    counts = core.pool.counts()
+    assert (counts.held, counts.reserved) == (0, 0)
+
+
+def test_nobody_waits_for_a_much_longer_prompt() -> None:
+    """It might wait long: shorter ones go before the longer. So the first 16 tokens are computed twice."""
+    core = make_core(budget=16)
+    core.submit(JobId(1), make_sequence(120))
+    core.submit(JobId(2), make_sequence(20))
+    assert [event.job_id for event in core.step().events] == [1, 2]
+
+
 def test_two_of_the_same_prompt_at_once_end_with_one_copy_cached() -> None:
     core = make_core()
-    for job_id in (JobId(1), JobId(2)):
-        core.submit(job_id, make_sequence(40))
-        core.start(job_id, 0)
-    drain(core)
+    core.submit(JobId(1), make_sequence(40))
+    core.submit(JobId(2), make_sequence(40))
+    start_admitted(core)
+    assert core.runner.chunks == [[40], [8]]  # type: ignore[attr-defined]
     core.end(JobId(1))
     core.end(JobId(2))
     drain(core)
@@ -266,14 +354,21 @@ def test_a_block_held_by_nobody_is_found_when_idle() -> None:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Any order of commands and steps: the books balance, and nothing is held once every job has ended."""
+    """Any order of commands, steps and changes of limits: the books balance, no step is over its budget, every first
+    token is the reference's, and once nothing more comes everybody is served and nothing is held."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = make_core(num_blocks=10, budget=24, max_prefills=3, max_waiting=3)
+        self.cache = SlotCache(10, BLOCK_TOKENS)
+        self.runner = SlotRunner(self.cache)
+        self.limits = PrefillLimits(24, 24, max_prefills=3, max_waiting=3)
+        self.core = PrefillCore(
+            self.runner, BlockPool(10), PrefillScheduler(self.limits), self.cache.read_slab, BLOCK_TOKENS
+        )
         self.next_job = 0
         self.admitted: dict[JobId, Admitted] = {}
         self.alive: dict[JobId, Sequence] = {}
+        self.computed: set[JobId] = set()
 
     @rule(num_tokens=st.integers(1, 150), family=st.integers(0, 1))
     def submit(self, num_tokens: int, family: int) -> None:
@@ -282,38 +377,71 @@ class CoreMachine(RuleBasedStateMachine):
         try:
             self.core.submit(JobId(self.next_job), sequence)
         except OverloadedError:
-            assert len(self.alive) >= 6 or self.core.scheduler.num_slots_free == 0
+            assert self.core.scheduler.num_slots_free == 0
         else:
             self.alive[JobId(self.next_job)] = sequence
 
     @rule()
     def step(self) -> None:
+        num_steps = len(self.runner.batches)
         for event in self.core.step().events:
-            if isinstance(event, Admitted) and event.job_id in self.alive:
+            if event.job_id not in self.alive:
+                continue
+            if isinstance(event, Admitted):
                 self.admitted[event.job_id] = event
+            elif isinstance(event, Computed) and event.token is not None:
+                assert event.token.token_id == draw(self.alive[event.job_id].token_ids, seed=0)
+                self.computed.add(event.job_id)
+        for rows in self.runner.batches[num_steps:]:
+            assert sum(rows) <= self.limits.max_batched_tokens
+            assert max(rows) <= self.limits.chunk_tokens
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
         job_id = data.draw(st.sampled_from(sorted(self.admitted)))
-        most = self.alive[job_id].num_reusable_blocks - self.admitted.pop(job_id).num_cached_blocks
-        self.core.start(job_id, data.draw(st.integers(0, most)))
+        most = self.alive[job_id].num_reusable_blocks - self.admitted[job_id].num_cached_blocks
+        self.load(job_id, data.draw(st.integers(0, most)))
+
+    def load(self, job_id: JobId, num_blocks: int) -> None:
+        """As if the kvstore had that many more blocks of the prompt."""
+        admitted, sequence = self.admitted.pop(job_id), self.alive[job_id]
+        for index in range(admitted.num_cached_blocks, admitted.num_cached_blocks + num_blocks):
+            tokens = sequence.token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+            start = admitted.block_ids[index] * BLOCK_TOKENS
+            self.cache.slots[start : start + BLOCK_TOKENS] = tokens
+        self.core.start(job_id, num_blocks)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        job_id = data.draw(st.sampled_from(sorted(self.alive)))
+        self.end_job(data.draw(st.sampled_from(sorted(self.alive))))
+
+    def end_job(self, job_id: JobId) -> None:
         del self.alive[job_id]
         self.admitted.pop(job_id, None)
         self.core.end(job_id)
+
+    @rule(budget=st.integers(1, 64), chunk=st.integers(1, 64), places=st.integers(1, 3), waiting=st.integers(0, 3))
+    def change_limits(self, budget: int, chunk: int, places: int, waiting: int) -> None:
+        self.limits = PrefillLimits(budget, chunk, places, waiting)
+        self.core.set_limits(self.limits)
 
     @invariant()
     def books_balance(self) -> None:
         self.core.check_idle()
 
     def teardown(self) -> None:
-        for job_id in self.alive:
-            self.core.end(job_id)
+        """A pool of 10 blocks holds any one prompt, so everybody's turn comes as others end."""
+        for _ in range(3_000):
+            if not self.alive:
+                break
+            self.step()
+            for job_id in sorted(self.admitted):
+                self.load(job_id, 0)
+            for job_id in self.computed & self.alive.keys():
+                self.end_job(job_id)
+        assert not self.alive, "nobody starves"
         drain(self.core)
         counts = self.core.pool.counts()
         assert (counts.held, counts.reserved) == (0, 0)

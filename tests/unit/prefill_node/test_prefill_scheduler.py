@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.errors import OverloadedError
+from kvrelay.errors import InvalidRequestError, OverloadedError
+from kvrelay.limits import PrefillLimits
 from prefill_node.scheduler import JobId, PrefillScheduler, share_budget
 
 REMAINING = st.lists(st.integers(1, 5_000), max_size=12)
@@ -73,7 +74,9 @@ def test_a_long_prompt_ends_under_an_endless_stream_of_short_ones() -> None:
 
 def make_scheduler(max_prefills: int = 2, max_waiting: int = 3, budget: int = 100) -> PrefillScheduler:
     return PrefillScheduler(
-        max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+        PrefillLimits(
+            max_batched_tokens=budget, chunk_tokens=budget, max_prefills=max_prefills, max_waiting=max_waiting
+        )
     )
 
 
@@ -81,24 +84,104 @@ def jobs(*ids: int) -> list[JobId]:
     return [JobId(i) for i in ids]
 
 
-def test_jobs_are_admitted_in_order_of_arrival_while_slots_last() -> None:
+LONG = 10_000  # tokens: no short prompt
+
+
+def admit_all(scheduler: PrefillScheduler, num_uncomputed: int = LONG) -> list[JobId]:
+    """What an engine does whose blocks never run out; the jobs it let in."""
+    return [job_id for job_id in scheduler.waiting if _admitted(scheduler, job_id, num_uncomputed)]
+
+
+def _admitted(scheduler: PrefillScheduler, job_id: JobId, num_uncomputed: int) -> bool:
+    if may := scheduler.may_admit(num_uncomputed):
+        scheduler.admit(job_id)
+    return may
+
+
+def test_jobs_are_admitted_in_order_of_arrival_while_places_last() -> None:
     scheduler = make_scheduler()
     for job_id in jobs(1, 2, 3):
         scheduler.enqueue(job_id)
-    assert scheduler.head() == 1
-    assert scheduler.head() == 1  # asking changes nothing: the head keeps its place until blocks are to be had
-    scheduler.admit_head()
-    assert scheduler.head() == 2
-    scheduler.admit_head()
-    assert scheduler.head() is None
+    assert admit_all(scheduler) == [1, 2]
+    assert scheduler.waiting == (3,)
     scheduler.remove(JobId(1))
-    assert scheduler.head() == 3
+    assert admit_all(scheduler) == [3]
+
+
+def test_a_short_prompt_has_a_place_when_long_ones_took_all_theirs() -> None:
+    """100 tokens a step, 25 of them the oldest's: what has at most 75 is short. As many short ones as long ones."""
+    scheduler = make_scheduler(max_prefills=2, max_waiting=4)
+    for job_id in jobs(1, 2, 3, 4, 5, 6):
+        scheduler.enqueue(job_id)
+    assert admit_all(scheduler) == [1, 2]
+    assert not scheduler.may_admit(76)
+    assert _admitted(scheduler, JobId(4), 75)
+    assert _admitted(scheduler, JobId(5), 75)
+    assert not scheduler.may_admit(75)
+    assert scheduler.num_slots_free == 2, "the places of short prompts are beside the others"
+    scheduler.remove(JobId(1))
+    assert _admitted(scheduler, JobId(3), LONG), "a long one's place is free although short ones are at work"
+    scheduler.remove(JobId(4))
+    assert _admitted(scheduler, JobId(6), 10)
+
+
+def test_limits_are_replaced_between_steps() -> None:
+    scheduler = make_scheduler(max_prefills=1, max_waiting=1)
+    scheduler.enqueue(JobId(1))
+    admit_all(scheduler)
+    scheduler.start(JobId(1), 150)
+    assert scheduler.schedule() == [(1, 100)]
+    scheduler.limits = PrefillLimits(max_batched_tokens=40, chunk_tokens=30, max_prefills=2, max_waiting=0)
+    assert scheduler.schedule() == [(1, 30)]
+    assert scheduler.num_slots_free == 1
+
+
+@pytest.mark.parametrize("field", ["max_batched_tokens", "chunk_tokens", "max_prefills"])
+def test_limits_that_would_let_nothing_run_are_refused(field: str) -> None:
+    limits = {"max_batched_tokens": 1, "chunk_tokens": 1, "max_prefills": 1, "max_waiting": 0} | {field: 0}
+    with pytest.raises(InvalidRequestError, match=f"{field} is 0; allowed is at least 1"):
+        PrefillScheduler(PrefillLimits(**limits))
+
+
+def test_a_tenants_long_prompts_cost_anothers_short_ones_one_step_and_lose_only_what_those_take() -> None:
+    """Chunks of 64. One tenant always has 4 prompts of 850 tokens in flight, the other sends 16 tokens every 4 steps:
+    each of its prompts is computed in the step after it came, and the first tenant loses those tokens, a sixteenth of
+    them all, and no more."""
+    scheduler = make_scheduler(max_prefills=2, max_waiting=4, budget=64)
+    arrived: dict[JobId, int] = {}
+    waits: list[int] = []
+    long_ids, num_long_ended, next_id = set(jobs(1, 2, 3, 4)), 0, 5
+    lengths = dict.fromkeys(long_ids, 850)
+    for job_id in sorted(long_ids):
+        scheduler.enqueue(job_id)
+    for step in range(1_000):
+        if step % 4 == 0:
+            arrived[JobId(next_id)], lengths[JobId(next_id)] = step, 16
+            scheduler.enqueue(JobId(next_id))
+            next_id += 1
+        for job_id in scheduler.waiting:
+            if _admitted(scheduler, job_id, lengths[job_id]):
+                scheduler.start(job_id, lengths[job_id])
+        for job_id, count in scheduler.schedule():
+            scheduler.advance(job_id, count)
+            lengths[job_id] -= count
+            if lengths[job_id] == 0 and job_id in long_ids:
+                long_ids.remove(job_id)
+                num_long_ended += 1
+                long_ids.add(JobId(next_id))
+                lengths[JobId(next_id)] = 850
+                scheduler.enqueue(JobId(next_id))
+                next_id += 1
+            elif lengths[job_id] == 0:
+                waits.append(step - arrived[job_id] + 1)
+    assert set(waits) == {1}, "one step each, though two long prompts were at work and two more waited"
+    assert num_long_ended == 1_000 * (64 - 16 / 4) // 850 == 70, "of 75 without the other tenant"
 
 
 def test_a_full_queue_refuses_and_says_so() -> None:
     scheduler = make_scheduler(max_prefills=1, max_waiting=1)
     scheduler.enqueue(JobId(1))
-    scheduler.admit_head()
+    admit_all(scheduler)
     scheduler.enqueue(JobId(2))
     assert scheduler.num_slots_free == 0
     with pytest.raises(OverloadedError, match="1 prompts in work and 1 waiting"):
@@ -110,23 +193,23 @@ def test_a_computed_prompt_gives_its_slot_back() -> None:
     scheduler = make_scheduler(max_prefills=1)
     scheduler.enqueue(JobId(1))
     scheduler.enqueue(JobId(2))
-    scheduler.admit_head()
+    assert admit_all(scheduler) == [1]
     assert scheduler.schedule() == []  # its prefix is still loading
     scheduler.start(JobId(1), 150)
     assert scheduler.schedule() == [(1, 100)]
     scheduler.advance(JobId(1), 100)
-    assert scheduler.head() is None
+    assert admit_all(scheduler) == []
     assert scheduler.schedule() == [(1, 50)]
     scheduler.advance(JobId(1), 50)
     assert not scheduler.has_chunks
-    assert scheduler.head() == 2
+    assert admit_all(scheduler) == [2]
 
 
 def test_jobs_age_by_admission_not_by_the_end_of_their_load() -> None:
     scheduler = make_scheduler()
     for job_id in jobs(1, 2):
         scheduler.enqueue(job_id)
-        scheduler.admit_head()
+    admit_all(scheduler)
     scheduler.start(JobId(2), 1_000)
     scheduler.start(JobId(1), 1_000)
     assert scheduler.schedule() == [(1, 100)]
@@ -138,27 +221,25 @@ def test_a_job_can_be_removed_at_every_stage(stage: str) -> None:
     if stage != "gone":
         scheduler.enqueue(JobId(1))
     if stage in ("admitted", "computing"):
-        scheduler.admit_head()
+        admit_all(scheduler)
     if stage == "computing":
         scheduler.start(JobId(1), 10)
     scheduler.remove(JobId(1))
     assert scheduler.num_slots_free == 2
     assert not scheduler.has_chunks
-    assert scheduler.head() is None
+    assert scheduler.waiting == ()
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=10), st.integers(1, 64), st.integers(1, 64))
 def test_every_prompt_is_computed_exactly_once(lengths: list[int], budget: int, chunk_tokens: int) -> None:
-    scheduler = PrefillScheduler(
-        max_batched_tokens=budget, chunk_tokens=chunk_tokens, max_prefills=3, max_waiting=len(lengths)
-    )
+    scheduler = PrefillScheduler(PrefillLimits(budget, chunk_tokens, max_prefills=3, max_waiting=len(lengths)))
     computed = dict.fromkeys(jobs(*range(len(lengths))), 0)
     for job_id in computed:
         scheduler.enqueue(job_id)
     for _ in range(sum(lengths)):
-        while (head := scheduler.head()) is not None:
-            scheduler.admit_head()
-            scheduler.start(head, lengths[head])
+        for job_id in scheduler.waiting:
+            if _admitted(scheduler, job_id, lengths[job_id]):
+                scheduler.start(job_id, lengths[job_id])
         for job_id, count in scheduler.schedule():
             computed[job_id] += count
             scheduler.advance(job_id, count)

@@ -9,8 +9,8 @@ import pytest
 
 from kvrelay.errors import CorruptBlockError, KVRelayError, UnavailableError
 from kvrelay.kv.hashing import Buffer
+from kvrelay.kv.prefix import count_cached, load_prefix
 from kvrelay.types import BlockHash, BlockId, CachedTokens, Tier
-from prefill_node.prefix import count_cached, load_prefix
 
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(1, 5)]
 BLOCK_IDS = [BlockId(i) for i in (7, 3, 9, 1)]

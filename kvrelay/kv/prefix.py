@@ -1,7 +1,7 @@
-"""What of a prompt is not computed again: blocks of the node's own pool, then blocks of the kvstore.
+"""What of a sequence is not computed again: blocks of the node's own pool, then blocks of the kvstore.
 
-The pool pins its part when blocks are reserved (`PrefillCore`); the rest of the leading full blocks is asked from the
-store here and written into the reserved blocks. Whatever does not come, or comes damaged, is computed.
+The pool pins its part when blocks are set aside; the rest of the leading full blocks is asked from the store here and
+written into the others. Whatever does not come, or comes damaged, is computed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""How much a node's scheduler takes on: plain data that is replaced as a whole, between two steps.
+
+A node starts with what its settings say; the coordinator may send others at any time (`SetLimits` in the proto files).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """Of a decode node. `max_requests` bounds who holds blocks, the rest what one step does."""
+
+    max_batch: int  # sequences of one step
+    max_batched_tokens: int  # tokens of one step, those of prompts that are computed here included
+    max_requests: int = 128  # requests that may hold blocks, or wait for them, at a time
+    reserve_output_tokens: int = 0  # set aside for an answer when it is admitted; 0: for all of max_tokens
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError, naming field, value and what is allowed."""
+        _at_least("max_batch", self.max_batch, 1)
+        _at_least("max_requests", self.max_requests, 1)
+        _at_least("reserve_output_tokens", self.reserve_output_tokens, 0)
+        if self.max_batch > self.max_batched_tokens:
+            raise InvalidRequestError(
+                f"max_batch is {self.max_batch}; allowed is at most max_batched_tokens, {self.max_batched_tokens}: "
+                "every sequence of the batch takes one token of a step"
+            )
+
+    def num_reserved(self, num_given: int, num_tokens: int) -> int:
+        """Positions set aside at admission for a request of `num_given` tokens that may grow to `num_tokens`."""
+        return min(num_tokens, num_given + self.reserve_output_tokens) if self.reserve_output_tokens else num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """Of a prefill node."""
+
+    max_batched_tokens: int  # tokens of one step, all prompts together
+    chunk_tokens: int  # tokens of one prompt in a step
+    max_prefills: int  # prompts that load or compute at a time; short ones get as many places again
+    max_waiting: int  # prompts that wait on the node
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError, naming field, value and what is allowed."""
+        _at_least("max_batched_tokens", self.max_batched_tokens, 1)
+        _at_least("chunk_tokens", self.chunk_tokens, 1)
+        _at_least("max_prefills", self.max_prefills, 1)
+        _at_least("max_waiting", self.max_waiting, 0)
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise InvalidRequestError(f"{name} is {value}; allowed is at least {low}")
