@@ -16,7 +16,7 @@ help:  ## show the targets
 
 venv: $(INSTALLED)  ## install the project and its tools into .venv
 
-$(INSTALLED): pyproject.toml scripts/install scripts/build_native.py kvrelay/model/cpp/decoder.cpp
+$(INSTALLED): pyproject.toml scripts/install scripts/build_native.py $(wildcard kvrelay/model/cpp/*.h kvrelay/model/cpp/*.cpp)
 	@PYTHON="$(PYTHON)" scripts/install $(VENV)
 	@touch $@
 
