@@ -97,7 +97,7 @@ class _DecodePlan:
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
             BLOCK_TOKENS=layout.block_tokens,
-            # K and V of three tiles in flight fit into an H200's 227 KiB of shared memory for every dtype and dim.
+            # Several programs then fit into a processor's shared memory; tests compile it and look.
             TILE=64 if padded_dim * keys.element_size() <= 256 else 32,
             NUM_SPLITS=NUM_SPLITS,
             MIN_SPLIT_TOKENS=MIN_SPLIT_TOKENS,

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrelay.kv.cache import PagedKVCache
+from kvrelay.model.pointwise import TorchPointwise
+from kvrelay.model.rotary import RotaryTable
 from tests.support.paged import make_config
-from tests.support.triton_device import DEVICE
-
-from kvrelay.kv.cache import PagedKVCache  # isort: skip
-from kvrelay.model.pointwise import TorchPointwise  # isort: skip
-from kvrelay.model.pointwise_triton import TritonPointwise  # isort: skip
-from kvrelay.model.rotary import RotaryTable  # isort: skip
+from tests.support.triton_device import DEVICE, TritonPointwise
 
 BOTH = (TorchPointwise(torch.float32), TritonPointwise(torch.float32))
 
