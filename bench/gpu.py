@@ -97,6 +97,13 @@ class Bench:
             "kvrelay", num_tokens, best_time(self._device, lambda: self._runner.run(batch), num_times=3, calls=1)
         )
 
+    def release(self) -> None:
+        """Gives the model's memory back; what is left only computes fractions."""
+        del self._runner
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
     def decode_measurement(self, engine: str, batch: int, context: int, step_s: float) -> Measurement:
         weights = sum(num_weights(self.config))
         num_bytes = ITEM_BYTES * weights + batch * context * self._layout.token_bytes
@@ -198,11 +205,15 @@ def measurements(options: argparse.Namespace, config: ModelConfig, roofline: Roo
         yield bench.prefill(num_tokens)
     if not options.transformers:
         return
-    gc.collect()
+    bench.release()
     other = TransformersBench(config, options.device)
     for batch in options.decode:
-        step_s = other.decode_step_s(batch, options.context, num_steps=16)
-        yield bench.decode_measurement("transformers", batch, options.context + 8, step_s)
+        try:
+            step_s = other.decode_step_s(batch, options.context, num_steps=16)
+        except torch.OutOfMemoryError:
+            print(f"{'transformers':<14}{'decode':<9}{batch:>7}  out of memory", flush=True)
+        else:
+            yield bench.decode_measurement("transformers", batch, options.context + 8, step_s)
     for num_tokens in options.prefill:
         yield bench.prefill_measurement("transformers", num_tokens, other.prefill_s(num_tokens))
 
@@ -218,6 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit-s", type=float, default=330.0, help="begin no measurement after so long")
     parser.add_argument("--json", type=Path, help="also write the result there")
     options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU; --device cpu --tiny tries the program itself")
     started = time.monotonic()
     roofline = measure_roofline(options.device, 256 if options.tiny else 8192)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

@@ -106,7 +106,7 @@ class ModelRunner:
         return SamplingRow(
             params=sequence.request.sampling,
             position=sequence.num_tokens,
-            prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-            output_ids=sequence.output_ids,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
             eos_token_ids=self._eos_token_ids,
         )

@@ -19,9 +19,17 @@ class SamplingRow:
 
     params: SamplingParams
     position: int  # the index that the drawn token will have in its sequence
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    token_ids: Sequence[int]  # prompt and output so far, the sequence's own: read when the draw is queued, never later
+    num_prompt_tokens: int
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
 
 
 def adjusts(row: SamplingRow) -> bool:
@@ -42,7 +50,7 @@ def adjust(logits_V: Tensor, row: SamplingRow) -> None:
 
 
 def _must_go_on(row: SamplingRow) -> bool:
-    return len(row.output_ids) < row.params.min_tokens
+    return row.num_output_tokens < row.params.min_tokens
 
 
 def _penalizes(params: SamplingParams) -> bool:
@@ -53,12 +61,12 @@ def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
     """Repetition counts prompt and output, as in CTRL (arXiv 1909.05858); the other two the output only."""
     params = row.params
     if params.repetition_penalty != 1.0:
-        seen = _ids(logits_V, list({*row.prompt_ids, *row.output_ids}))
+        seen = _ids(logits_V, list(set(row.token_ids)))
         logits = logits_V.index_select(0, seen)
         penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         penalized.clamp_(max=torch.finfo(logits_V.dtype).max)  # a tiny penalty would make infinity
         logits_V.index_copy_(0, seen, penalized)
-    if row.output_ids and (params.frequency_penalty or params.presence_penalty):
+    if row.num_output_tokens and (params.frequency_penalty or params.presence_penalty):
         counts = Counter(row.output_ids)
         penalties = [-(params.frequency_penalty * count + params.presence_penalty) for count in counts.values()]
         logits_V.index_add_(0, _ids(logits_V, list(counts)), _floats(logits_V, penalties))

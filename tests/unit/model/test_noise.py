@@ -70,7 +70,7 @@ def test_logits_that_differ_by_rounding_draw_the_same_tokens_almost_always() -> 
     num_draws = 400
     logits_V = torch.randn(49_152, generator=generator) * 2.5
     rounded_V = logits_V + torch.randn(49_152, generator=generator) * 0.02
-    rows = [SamplingRow(SamplingParams(seed=seed), 9, (), (), (0,)) for seed in range(num_draws)]
+    rows = [SamplingRow(SamplingParams(seed=seed), 9, (), 0, (0,)) for seed in range(num_draws)]
     drawn, again = (Sampler().sample(v.expand(num_draws, -1), rows) for v in (logits_V, rounded_V))
     num_equal = sum(a == b for a, b in zip(drawn, again, strict=True))
     assert len({token.token_id for token in drawn if isinstance(token, GeneratedToken)}) > 300

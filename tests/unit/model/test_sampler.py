@@ -27,7 +27,7 @@ HALVES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
 def row(
     *, prompt_ids: Sequence[int] = (), output_ids: Sequence[int] = (), position: int = 7, **params: Any
 ) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), position, prompt_ids, output_ids, (EOS,))
+    return SamplingRow(SamplingParams(**params), position, [*prompt_ids, *output_ids], len(prompt_ids), (EOS,))
 
 
 def sample(logits: Sequence[float], **settings: Any) -> GeneratedToken:
@@ -334,7 +334,7 @@ def test_logits_that_are_minus_infinity_are_never_drawn() -> None:
 def test_logits_stay_as_they_are() -> None:
     logits = torch.tensor([HALVES])
     settings = {"logit_bias": {0: 1.0}, "repetition_penalty": 2.0, "top_k": 2, "min_tokens": 1, "stop_token_ids": (1,)}
-    Sampler().sample(logits, [SamplingRow(SamplingParams(seed=1, **settings), 3, [0], [], ())])
+    Sampler().sample(logits, [SamplingRow(SamplingParams(seed=1, **settings), 3, [0], 1, ())])
     assert torch.equal(logits, torch.tensor([HALVES]))
 
 
