@@ -38,7 +38,7 @@ def test_draws_are_those_of_a_cpu(demo_model: Path) -> None:
     sampling = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
     on_cpu, on_gpu = (
         answer_together(
-            load_engine(demo_model, dtype="float32", num_blocks=512, device=device, max_decode_rows=8),
+            load_engine(demo_model, dtype="float32", num_blocks=512, device=device, decoder="torch", max_decode_rows=8),
             *(prompts, 24),
             sampling=sampling,
         )
