@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kv.cache import DTYPES
-from kvrelay.model.attention import choose_backend
+from kvrelay.model.attention_choice import choose_backend
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.decoder import Decoder, DecoderLayer
 from kvrelay.model.linear import make_linear

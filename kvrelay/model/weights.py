@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrelay.errors import ConfigError
 from kvrelay.kv.cache import DTYPES, PagedKVCache
-from kvrelay.model.attention import choose_backend
+from kvrelay.model.attention_choice import choose_backend
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.decoder import Decoder, DecoderLayer
 from kvrelay.model.gguf_weights import GGUFWeights

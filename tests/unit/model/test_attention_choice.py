@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.model import attention, attention_varlen
-from kvrelay.model.attention import BackendUnavailable, choose_backend
+from kvrelay.model import attention_choice, attention_varlen
+from kvrelay.model.attention import BackendUnavailable
+from kvrelay.model.attention_choice import choose_backend
 from kvrelay.model.attention_varlen import VarlenPagedAttention, paged_varlen_attn
 from tests.support.paged import make_config, random_cache, random_queries, random_rows
 
@@ -34,7 +35,7 @@ def test_a_cpu_gets_the_plain_backend() -> None:
 def test_a_gpu_gets_varlen_attention_if_it_is_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "_varlen", lambda *_: SimpleNamespace(name="varlen"))
+    monkeypatch.setattr(VarlenPagedAttention, "probed", lambda *_: SimpleNamespace(name="varlen"))
     caplog.set_level(logging.INFO)
     assert choose_backend("cuda", make_config(), torch.bfloat16).name == "varlen"
     assert "attention: varlen" in caplog.text
@@ -43,8 +44,8 @@ def test_a_gpu_gets_varlen_attention_if_it_is_there(
 def test_a_gpu_gets_triton_next_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "_varlen", unavailable("varlen_attn of torch 2.11.0 has no block_table"))
-    monkeypatch.setattr(attention, "_triton", lambda *_: SimpleNamespace(name="triton"))
+    monkeypatch.setattr(VarlenPagedAttention, "probed", unavailable("varlen_attn of torch 2.11.0 has no block_table"))
+    monkeypatch.setattr(attention_choice, "_triton", lambda *_: SimpleNamespace(name="triton"))
     caplog.set_level(logging.INFO)
     assert choose_backend("cuda", make_config(), torch.bfloat16).name == "triton"
     assert "attention: varlen_attn of torch 2.11.0 has no block_table" in caplog.text
@@ -53,8 +54,8 @@ def test_a_gpu_gets_triton_next_and_the_log_says_why(
 def test_a_gpu_without_kernels_is_served_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "_varlen", unavailable("no"))
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(VarlenPagedAttention, "probed", unavailable("no"))
+    monkeypatch.setattr(attention_choice, "find_spec", lambda name: None)
     caplog.set_level(logging.INFO)
     assert choose_backend("cuda", make_config(), torch.bfloat16).name == "plain"
     assert "triton is not installed" in caplog.text
