@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 TESTS ?= tests/unit tests/integration tests/e2e
+KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native up test lint fmt fmt-check type check proto config-table bench clean
+.PHONY: help venv native up test test-gpu test-kernels lint fmt fmt-check type check proto config-table bench bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,6 +30,14 @@ up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other sh
 test: $(INSTALLED)  ## run every test that needs no GPU, quick ones first; TESTS=tests/unit for some
 	@$(BIN)/kvrelay fetch-model
 	$(BIN)/python -m pytest -m "not gpu" $(TESTS) $(ARGS)
+
+test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own on it
+	@$(BIN)/kvrelay fetch-model
+	$(BIN)/python -m pytest tests/gpu $(KERNEL_TESTS) $(ARGS)
+
+test-kernels: $(INSTALLED)  ## run the Triton kernels in its interpreter, without a GPU; installs triton (670 MB)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet triton
+	$(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 lint: $(INSTALLED)  ## find mistakes
 	$(BIN)/ruff check .
@@ -52,6 +61,9 @@ config-table: $(INSTALLED)  ## write the configuration tables of the README
 
 bench: $(INSTALLED)  ## measure a running cluster; ARGS="--concurrency 16 --prompt-tokens 1024"
 	$(BIN)/python -m bench $(ARGS)
+
+bench-gpu: $(INSTALLED)  ## measure a Llama-3.1-8B-shaped model on a GPU against what the GPU can do; docs/gpu.md
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 clean:  ## remove what the other targets made; the downloaded model stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -43,6 +43,7 @@ class DecodeApp:
             deliver=self._deliver,
             status=self.status,
             on_stuck=self._on_stuck,
+            max_decode_rows=config.max_batch,
         )
 
     def register(self, server: grpc.aio.Server) -> None:

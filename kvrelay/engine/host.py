@@ -42,10 +42,12 @@ class EngineHost(Generic[C]):
         deliver: Callable[[object], None],
         status: Callable[[], NodeStatus],
         on_stuck: Callable[[], None],
+        max_decode_rows: int = 0,
     ) -> None:
         """`make_core` runs on the engine thread; `status` is also read by whoever scrapes, on another thread.
 
         `on_stuck` gives running requests up; it is called again and again while the engine is stuck.
+        `max_decode_rows` is load_engine's.
         """
         self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
         self.readiness = Readiness()
@@ -55,6 +57,7 @@ class EngineHost(Generic[C]):
         self._make_core = make_core
         self._status = status
         self._on_stuck = on_stuck
+        self._max_decode_rows = max_decode_rows
         self._loaded: LoadedEngine | None = None  # set on the engine thread before its start is told
         self._offloader: Offloader | None = None
         self._membership: Membership | None = None
@@ -145,6 +148,7 @@ class EngineHost(Generic[C]):
             device=config.device,
             weights=config.weights,
             decoder=config.decoder,
+            max_decode_rows=self._max_decode_rows,
         )
         return self._make_core(self._loaded)
 

@@ -18,6 +18,7 @@ from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.fingerprint import model_fingerprint
+from kvrelay.model.graphs import with_graphs
 from kvrelay.model.sampler import Sampler
 from kvrelay.model.weights import load_decoder
 from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
@@ -49,11 +50,13 @@ def load_engine(
     device: str = "cpu",
     weights: str = "file",
     decoder: str = "auto",
+    max_decode_rows: int = 0,
 ) -> LoadedEngine:
     """Loads `model` (a GGUF file or a Hugging Face directory) and runs it once.
 
     The pool gets `num_blocks` blocks, or as many as fit into `kv_bytes` if that is 0. `threads` 0 leaves torch's own
-    choice; `device` is "cpu", "cuda" or "auto"; `weights` and `decoder` are as for `load_decoder`. Raises
+    choice; `device` is "cpu", "cuda" or "auto"; `weights` and `decoder` are as for `load_decoder`. Decode steps of up
+    to `max_decode_rows` sequences are recorded for the GPU (a node that decodes nothing names none). Raises
     ModelFileError or ConfigError, saying what is wrong.
     """
     started = time.monotonic()
@@ -68,7 +71,10 @@ def load_engine(
     num_blocks = num_blocks or _blocks_in(kv_bytes, layout)
     cache = PagedKVCache(layout, num_blocks, device)
     runner = ModelRunner(
-        model_decoder, cache, Sampler(), config.eos_token_ids, block_tokens=layout.block_tokens, device=device
+        with_graphs(model_decoder, cache, max_decode_rows),
+        *(cache, Sampler(), config.eos_token_ids),
+        block_tokens=layout.block_tokens,
+        device=device,
     )
     info = _model_info(model, name, config, layout, model_decoder.backend_name)
     loaded_s = time.monotonic() - started

@@ -9,11 +9,29 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.messages import NodeRequest
-from kvrelay.model.sampler import Sampler, SamplingRow
+from kvrelay.model.sampler import PendingTokens, Sampler, SamplingRow
 from kvrelay.model.step import StepInput
+from kvrelay.model.transfer import on_device
 from kvrelay.model.weights import StepDecoder
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockHash, BlockId, RequestId
+
+
+class InFlight:
+    """A step that the device may still be working on."""
+
+    def __init__(self, batch: Batch, tokens: PendingTokens) -> None:
+        self._batch = batch
+        self._tokens = tokens
+
+    def result(self) -> list[GeneratedToken | BadLogitsError | None]:
+        """Each row's drawn token, or None for a row that does not reach its last token.
+
+        Waits for the step: when this returns the rows' KV is final, and their blocks may be read or given back. A row
+        whose logits are NaN or infinite has its error there; the others are as right as ever.
+        """
+        drawn = iter(self._tokens.result())
+        return [next(drawn) if row.yields_token else None for row in self._batch.rows]
 
 
 class ModelRunner:
@@ -34,19 +52,25 @@ class ModelRunner:
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._block_tokens = block_tokens
-        self._device = device
+        self._device = torch.device(device)
 
     def run(self, batch: Batch) -> list[GeneratedToken | BadLogitsError | None]:
-        """Writes the rows' KV; gives each row's drawn token, or None for a row that does not reach its last token.
+        """`launch` and its result."""
+        return self.launch(batch).result()
 
-        A row whose logits are NaN or infinite has its error there; the others are as right as ever.
+    def launch(self, batch: Batch) -> InFlight:
+        """Queues a step that writes the rows' KV and draws their tokens.
+
+        On CUDA this does not wait for the device, so that the host may prepare what comes next before it asks for the
+        result; on a CPU the step is done when this returns. Until the result is taken, the rows' sequences and blocks
+        must stay as they are.
         """
         with torch.inference_mode():
+            self._cache.order_after_writes()
             step = self._step_input(build(batch, self._block_tokens))
             logits_NV = self._decoder.step(step, self._cache)
-            drawing = [row.sequence for row in batch.rows if row.yields_token]
-            drawn = iter(self._sampler.sample(logits_NV, [self._sampling_row(s) for s in drawing]) if drawing else [])
-        return [next(drawn) if row.yields_token else None for row in batch.rows]
+            drawing = [self._sampling_row(row.sequence) for row in batch.rows if row.yields_token]
+            return InFlight(batch, self._sampler.launch(logits_NV, drawing))
 
     def warm_up(self) -> None:
         """Runs a prompt and one decode step over block 0, which must not be in use yet; its contents are left over."""
@@ -61,7 +85,7 @@ class ModelRunner:
 
     def _step_input(self, arrays: StepArrays) -> StepInput:
         def ids(values: list[int] | list[BlockId]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self._device)
+            return on_device(values, torch.int64, self._device)
 
         return StepInput(
             token_ids_T=ids(arrays.token_ids_T),
@@ -76,13 +100,13 @@ class ModelRunner:
     def _block_table(self, tables: list[list[BlockId]]) -> torch.Tensor:
         longest = max(map(len, tables))
         padded = [table + [BlockId(0)] * (longest - len(table)) for table in tables]
-        return torch.tensor(padded, dtype=torch.int32, device=self._device)
+        return on_device(padded, torch.int32, self._device)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
         return SamplingRow(
             params=sequence.request.sampling,
             position=sequence.num_tokens,
-            prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-            output_ids=sequence.output_ids,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
             eos_token_ids=self._eos_token_ids,
         )

@@ -1,24 +1,17 @@
-"""Attention of a step's queries over the paged KV cache.
+"""Attention of a step's queries over the paged KV cache: what a backend is. `attention_choice` says which one serves.
 
 A backend plans a step once (which blocks, which masks) and then attends layer by layer. Shape letters: T tokens,
-R rows, H query heads, K KV heads, G = H / K, S KV positions, D head dim.
+R rows, B blocks of a table, H query heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.model.step import StepInput
-
-# Padded blocks a group of decode rows may waste before a second group, one more call a layer, is cheaper.
-MAX_WASTED_BLOCKS = 16
 
 
 class AttentionPlan(Protocol):
@@ -28,135 +21,25 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads_whole_blocks(self) -> bool:
+        """It masks what is not a row's, which an earlier owner must then have left without NaN."""
+        ...
 
     def plan(self, inp: StepInput, cache: PagedKVCache) -> AttentionPlan: ...
 
 
-def choose_backend(device: str) -> AttentionBackend:
-    """The one backend so far serves every device."""
-    return PlainPagedAttention()
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """Can attend in a CUDA graph: what its kernels read lies in tensors that stay in place from step to step."""
+
+    def plan_decode(self, context_lens_R: Tensor, block_table_RB: Tensor, cache: PagedKVCache) -> AttentionPlan:
+        """A plan for rows of one token each; tensors are int32 and read anew whenever the plan attends."""
+        ...
 
 
-class PlainPagedAttention:
-    """Gathers each row's blocks and calls torch's scaled_dot_product_attention.
-
-    Rows with one query (decode) share a call per group of similar length, padded and masked; others get their own.
-    """
-
-    name = "plain"
-
-    def plan(self, inp: StepInput, cache: PagedKVCache) -> AttentionPlan:
-        layout = cache.layout
-        num_blocks = [layout.blocks_for(length) for length in inp.context_lens]
-        decode_rows = [row for row in range(inp.num_rows) if inp.query_len(row) == 1]
-        groups = group_rows(decode_rows, num_blocks, MAX_WASTED_BLOCKS)
-        if len(groups) == 1 and len(decode_rows) == inp.num_rows:
-            return _DecodeGroup.build(inp, cache, range(inp.num_rows), num_blocks)
-        parts = [_Part(_token_indices(inp, rows), _DecodeGroup.build(inp, cache, rows, num_blocks)) for rows in groups]
-        for row in range(inp.num_rows):
-            if inp.query_len(row) > 1:
-                tokens = slice(inp.query_starts[row], inp.query_starts[row + 1])
-                parts.append(_Part(tokens, _PrefillRow.build(inp, cache, row, num_blocks[row])))
-        return _Parts(parts)
-
-
-def group_rows(rows: Sequence[int], num_blocks: Sequence[int], max_wasted_blocks: int) -> list[list[int]]:
-    """Splits rows into groups to be padded to their longest, each wasting at most `max_wasted_blocks` in all."""
-    groups: list[list[int]] = []
-    longest = wasted = 0
-    for row in sorted(rows, key=lambda row: -num_blocks[row]):
-        wasted += longest - num_blocks[row]
-        if not groups or wasted > max_wasted_blocks:
-            groups.append([])
-            longest, wasted = num_blocks[row], 0
-        groups[-1].append(row)
-    return groups
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    tokens: Tensor | slice  # which of the step's tokens
-    plan: AttentionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    parts: list[_Part]
-
-    def attend(self, q_THD: Tensor, layer: int, cache: PagedKVCache) -> Tensor:
-        o_THD = torch.empty_like(q_THD)
-        for part in self.parts:
-            o_THD[part.tokens] = part.plan.attend(q_THD[part.tokens], layer, cache)
-        return o_THD
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    """R rows of one query each. The G heads that share a KV head are folded into the query axis: no copy of K or V."""
-
-    block_ids: Tensor  # [R * blocks of the longest]
-    mask_R11S: Tensor  # 0 where a position is the row's, else -inf
-
-    @classmethod
-    def build(cls, inp: StepInput, cache: PagedKVCache, rows: Sequence[int], num_blocks: Sequence[int]) -> _DecodeGroup:
-        device, dtype = inp.block_table_RB.device, cache.tensor.dtype
-        num_blocks_R1 = torch.tensor([[num_blocks[row]] for row in rows], device=device)
-        padded_RB = inp.block_table_RB[torch.tensor(rows, device=device), : int(num_blocks_R1.max())]
-        own_RB = torch.arange(padded_RB.shape[1], device=device) < num_blocks_R1
-        padded_RB = torch.where(own_RB, padded_RB, padded_RB[:, :1])  # any block of the row's own will do
-        lengths_R1 = torch.tensor([[inp.context_lens[row]] for row in rows], device=device)
-        positions_S = torch.arange(padded_RB.shape[1] * cache.layout.block_tokens, device=device)
-        mask_RS = torch.zeros(len(rows), len(positions_S), dtype=dtype, device=device)
-        mask_RS.masked_fill_(positions_S >= lengths_R1, float("-inf"))
-        return cls(padded_RB.flatten(), mask_RS[:, None, None])
-
-    def attend(self, q_THD: Tensor, layer: int, cache: PagedKVCache) -> Tensor:
-        num_rows, num_kv_heads = len(q_THD), cache.layout.num_kv_heads
-        k_RKSD = _gather(cache.keys(layer), self.block_ids, num_rows).transpose(1, 2)
-        v_RKSD = _gather(cache.values(layer), self.block_ids, num_rows).transpose(1, 2)
-        q_RKGD = q_THD.view(num_rows, num_kv_heads, -1, q_THD.shape[-1])
-        return F.scaled_dot_product_attention(q_RKGD, k_RKSD, v_RKSD, attn_mask=self.mask_R11S).reshape(q_THD.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _PrefillRow:
-    """The queries of one row, which see all earlier positions and, among this step's, themselves and those before."""
-
-    block_ids: Tensor
-    context_len: int
-    mask_TS: Tensor | None  # None: the row starts at position 0, so a plain causal mask fits
-
-    @classmethod
-    def build(cls, inp: StepInput, cache: PagedKVCache, row: int, num_blocks: int) -> _PrefillRow:
-        query_len, context_len = inp.query_len(row), inp.context_lens[row]
-        table = inp.block_table_RB[row, :num_blocks]
-        if query_len == context_len:
-            return cls(table, context_len, None)
-        hidden_TS = torch.ones(query_len, context_len, dtype=torch.bool, device=table.device)
-        hidden_TS = hidden_TS.triu_(context_len - query_len + 1)
-        mask_TS = torch.zeros(query_len, context_len, dtype=cache.tensor.dtype, device=table.device)
-        return cls(table, context_len, mask_TS.masked_fill_(hidden_TS, float("-inf")))
-
-    def attend(self, q_THD: Tensor, layer: int, cache: PagedKVCache) -> Tensor:
-        k_1KSD = _gather(cache.keys(layer), self.block_ids, 1)[:, : self.context_len].transpose(1, 2)
-        v_1KSD = _gather(cache.values(layer), self.block_ids, 1)[:, : self.context_len].transpose(1, 2)
-        o_1HTD = F.scaled_dot_product_attention(
-            q_THD.transpose(0, 1).unsqueeze(0),
-            k_1KSD,
-            v_1KSD,
-            attn_mask=self.mask_TS,
-            is_causal=self.mask_TS is None,
-            enable_gqa=True,
-        )
-        return o_1HTD[0].transpose(0, 1)
-
-
-def _gather(blocks: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
-    """[num_blocks, block_tokens, K, D] -> [R, S, K, D]: each block is one memory range, copied whole."""
-    num_heads, head_dim = blocks.shape[2:]
-    return blocks.flatten(1).index_select(0, block_ids).view(num_rows, -1, num_heads, head_dim)
-
-
-def _token_indices(inp: StepInput, rows: Sequence[int]) -> Tensor:
-    return torch.tensor([inp.query_starts[row] for row in rows], device=inp.token_ids_T.device)
+class BackendUnavailable(Exception):
+    """This backend cannot serve this model here; the message says why."""

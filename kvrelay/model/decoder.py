@@ -16,7 +16,8 @@ from kvrelay.kv.cache import PagedKVCache
 from kvrelay.model.attention import AttentionBackend, AttentionPlan
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.linear import Linear
-from kvrelay.model.rotary import RotaryTable, rotate
+from kvrelay.model.pointwise import Pointwise
+from kvrelay.model.rotary import RotaryTable
 from kvrelay.model.step import StepInput as StepInput
 
 
@@ -55,6 +56,7 @@ class Decoder:
         lm_head: Linear,
         rotary: RotaryTable,
         attention: AttentionBackend,
+        pointwise: Pointwise,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -65,49 +67,55 @@ class Decoder:
         self._norm_C = norm_C
         self._lm_head = lm_head
         self._rotary = rotary
+        self._pointwise = pointwise
 
     @torch.inference_mode()
     def step(self, inp: StepInput, cache: PagedKVCache) -> Tensor:
         """Writes K and V of the step's T tokens into the cache; returns logits, float32 [N, V]."""
-        _clear_begun_blocks(inp, cache)
+        if self.attention.reads_whole_blocks:
+            clear_begun_blocks(inp, cache)
+        return self.forward(inp, self.attention.plan(inp, cache), cache).float()
+
+    def forward(self, inp: StepInput, attention: AttentionPlan, cache: PagedKVCache) -> Tensor:
+        """Logits [N, V] in the model's dtype. Of `inp` only tensors are read, so that a CUDA graph may hold this."""
         step = _Step(
             *self._rotary.at(inp.positions_T),
             cache=cache,
             cache_rows_T=cache.rows_of(inp.slot_mapping_T),
-            attention=self.attention.plan(inp, cache),
+            attention=attention,
         )
         # The residual stream stays in float32: it costs nothing measurable and takes a sixth off bfloat16's error.
         x_TC = F.embedding(inp.token_ids_T, self._embedding_VC).float()
+        delta_TC = None
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            o_TC = self._attend(layer, index, x_TC, step)
+            o_TC = self._attend(layer, index, x_TC, delta_TC, step)
             if index == last:  # from here on only the rows whose logits are wanted matter
                 x_TC, o_TC = x_TC.index_select(0, inp.logit_rows_N), o_TC.index_select(0, inp.logit_rows_N)
-            x_TC = self._feed_forward(layer, x_TC + layer.output(o_TC))
-        return self._lm_head(self._normalize(x_TC, self._norm_C)).float()
+            delta_TC = self._feed_forward(layer, x_TC, layer.output(o_TC))
+        return self._lm_head(self._add_and_normalize(x_TC, delta_TC, self._norm_C))
 
-    def _attend(self, layer: DecoderLayer, index: int, x_TC: Tensor, step: _Step) -> Tensor:
+    def _attend(self, layer: DecoderLayer, index: int, x_TC: Tensor, delta_TC: Tensor | None, step: _Step) -> Tensor:
         """Attention up to, not including, the output projection: [T, H * D]."""
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(self._normalize(x_TC, layer.attention_norm_C))
-        qk_THD, v_TKD = qkv.view(len(x_TC), -1, self.config.head_dim).tensor_split((num_heads + num_kv_heads,), 1)
-        q_THD, k_TKD = rotate(qk_THD, step.cos_T1D, step.sin_T1D).tensor_split((num_heads,), 1)
-        step.cache.store(index, step.cache_rows_T, k_TKD, v_TKD)
+        qkv = layer.qkv(self._add_and_normalize(x_TC, delta_TC, layer.attention_norm_C))
+        q_THD = self._pointwise.rotate_and_store(qkv, step.cos_T1D, step.sin_T1D, step.cache, index, step.cache_rows_T)
         return step.attention.attend(q_THD, index, step.cache).flatten(1)
 
-    def _feed_forward(self, layer: DecoderLayer, x_TC: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._normalize(x_TC, layer.mlp_norm_C)).chunk(2, -1)
-        return x_TC + layer.down(F.silu(gate) * up)
+    def _feed_forward(self, layer: DecoderLayer, x_TC: Tensor, delta_TC: Tensor) -> Tensor:
+        return layer.down(
+            self._pointwise.gate(layer.gate_up(self._add_and_normalize(x_TC, delta_TC, layer.mlp_norm_C)))
+        )
 
-    def _normalize(self, x_TC: Tensor, weight_C: Tensor) -> Tensor:
-        """RMS norm of the float32 residual stream, in the dtype of the linears."""
-        return F.rms_norm(x_TC, weight_C.shape, weight_C, self.config.rms_norm_eps).to(self._embedding_VC.dtype)
+    def _add_and_normalize(self, x_TC: Tensor, delta_TC: Tensor | None, weight_C: Tensor) -> Tensor:
+        """What the last block added joins the residual stream, in place; its norm goes into the next."""
+        return self._pointwise.add_and_normalize(x_TC, delta_TC, weight_C, self.config.rms_norm_eps)
 
 
-def _clear_begun_blocks(inp: StepInput, cache: PagedKVCache) -> None:
+def clear_begun_blocks(inp: StepInput, cache: PagedKVCache) -> None:
     """A row that writes the first slot of its last block zeroes the rest of it; see PagedKVCache.clear_rest."""
     block_tokens = cache.layout.block_tokens
     for row, context_len in enumerate(inp.context_lens):
         num_tokens = context_len % block_tokens
         if num_tokens and inp.query_len(row) >= num_tokens:
-            cache.clear_rest(int(inp.block_table_RB[row, context_len // block_tokens]), num_tokens)
+            last = context_len // block_tokens
+            cache.clear_rest(inp.block_table_RB[row, last : last + 1], num_tokens)

@@ -3,6 +3,8 @@
 Each token runs its own clock (exponential race, the Gumbel-max trick without logarithms of probabilities): the first
 to ring is drawn with its softmax probability. A small error in the logits, such as another batch's rounding, moves
 only the draws whose two fastest clocks nearly tie, whereas a walk along cumulated probabilities would shift as a whole.
+
+Shape letters: D draws, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +29,15 @@ _SECOND = _signed(0x94D049BB133111EB)
 _ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 under 1: no clock runs for ever
 
 
-def waiting_times(seed: int, position: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Exponentially distributed with mean 1, above 0, float32 [num_tokens]."""
+def noise_key(seed: int, position: int) -> int:
+    """What a draw's noise starts from, an int64."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8, person=b"kvrelay-draw-v2").digest()
-    mixed = _steps(num_tokens, device) + _signed(int.from_bytes(digest, "little"))
+    return _signed(int.from_bytes(digest, "little"))
+
+
+def waiting_times(keys_D1: Tensor, num_tokens: int) -> Tensor:
+    """Exponentially distributed with mean 1, above 0, float32 [D, V]; `keys_D1` are int64 `noise_key`s."""
+    mixed = _steps(num_tokens, keys_D1.device) + keys_D1
     mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST
     mixed = (mixed ^ _shift_right(mixed, 27)) * _SECOND
     mixed ^= _shift_right(mixed, 31)

@@ -3,20 +3,23 @@
 The order is vLLM's: logit bias and min_tokens, then penalties, then temperature, min_p, top_k, top_p. The draw itself
 is a function of (seed, position) and the row's own logits: batch neighbours, node and earlier draws have no part in it.
 
-Shape letters: N rows, V vocabulary.
+All rows are drawn on the logits' device and reach the host as one table: one wait a step.
+Shape letters: N rows, V vocabulary, P rows that change or draw, L rows with log-probabilities, W columns of the table.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvrelay.errors import BadLogitsError, KVRelayError
-from kvrelay.model.noise import waiting_times
+from kvrelay.errors import BadLogitsError
+from kvrelay.model.adjust import SamplingRow as SamplingRow
+from kvrelay.model.adjust import adjust, adjusts
+from kvrelay.model.draw import DrawSettings, draw
+from kvrelay.model.transfer import Arrival, on_device
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 
 # Below this a draw is greedy: dividing by it would leave the likeliest token alone anyway (vLLM draws the same line).
@@ -25,137 +28,151 @@ MIN_TEMPERATURE = 1e-5
 NUCLEUS_SIZE = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """What decides one draw besides the logits. `params.seed` is set unless the draw is greedy."""
-
-    params: SamplingParams
-    position: int  # the index that the drawn token will have in its sequence
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
-    eos_token_ids: tuple[int, ...]
-
-
 class Sampler:
     @torch.inference_mode()
+    def launch(self, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
+        """Queues the draws. Logits are float32, stay as they are, and may be overwritten by what is queued later."""
+        work = _Work.of(logits_NV, rows)
+        return PendingTokens(rows, work, Arrival(work.table_NW(NUCLEUS_SIZE)))
+
     def sample(self, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[GeneratedToken | BadLogitsError]:
+        """`launch` and its result."""
+        return self.launch(logits_NV, rows).result()
+
+
+class PendingTokens:
+    """Tokens that the device may still be drawing."""
+
+    def __init__(self, rows: Sequence[SamplingRow], work: _Work, table_NW: Arrival) -> None:
+        self._rows = rows
+        self._work = work
+        self._table_NW = table_NW
+
+    @torch.inference_mode()
+    def result(self) -> list[GeneratedToken | BadLogitsError]:
         """One token a row, or the error of a row whose logits are NaN or infinite: its neighbours have no part in that.
 
-        Logits are float32 and stay as they are.
+        Waits for the device, once unless a nucleus reached beyond NUCLEUS_SIZE tokens: then all is sorted after all.
         """
-        if not rows:
-            return []
-        largest_N, likeliest_N = logits_NV.max(-1)  # NaN wins a max, so this finds it for free
-        finite, greedy_ids = largest_N.isfinite().tolist(), likeliest_N.tolist()
-        return [
-            _token(logits_NV[index], row, greedy_ids[index]) if finite[index] else _bad_logits(row)
-            for index, row in enumerate(rows)
-        ]
+        lines = self._table_NW.wait().tolist()
+        if any(finite and not found for finite, found, *_ in lines):
+            lines = Arrival(self._work.table_NW(self._work.vocab_size)).wait().tolist()
+        return [_token(row, line) for row, line in zip(self._rows, lines, strict=True)]
 
 
-def _token(logits_V: Tensor, row: SamplingRow, greedy_id: int) -> GeneratedToken:
-    return GeneratedToken(greedy_id) if _plainly_greedy(row) else _sample_row(logits_V, row)
+def _token(row: SamplingRow, line: Sequence[float]) -> GeneratedToken | BadLogitsError:
+    finite, _, token_id, *logprobs = line
+    if not finite:
+        return BadLogitsError(f"the model gave NaN or infinite logits for the token at position {row.position}")
+    return GeneratedToken(int(token_id), _step_logprobs(int(token_id), row.params.logprobs, logprobs))
 
 
-def _bad_logits(row: SamplingRow) -> BadLogitsError:
-    return BadLogitsError(f"the model gave NaN or infinite logits for the token at position {row.position}")
-
-
-def _plainly_greedy(row: SamplingRow) -> bool:
-    """The likeliest token, whatever came before, and no log-probabilities."""
-    return _greedy(row.params) and row.params.logprobs is None and not _adjusts(row)
+def _step_logprobs(token_id: int, wanted: int | None, columns: Sequence[float]) -> StepLogprobs | None:
+    """From a row's columns: the drawn token's, then the ids of the likeliest, then theirs."""
+    if wanted is None:
+        return None
+    chosen, *top = columns
+    ids, logprobs = top[: len(top) // 2], top[len(top) // 2 :]
+    pairs = list(zip(map(int, ids), logprobs, strict=True))
+    return StepLogprobs(TokenLogprob(token_id, chosen), tuple(TokenLogprob(*pair) for pair in pairs[:wanted]))
 
 
 def _greedy(params: SamplingParams) -> bool:
     return params.temperature < MIN_TEMPERATURE
 
 
-def _adjusts(row: SamplingRow) -> bool:
-    return bool(row.params.logit_bias) or _must_go_on(row) or _penalizes(row.params)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Everything a step's draws are made from, in tensors of its own: they can be made again."""
+
+    vocab_size: int
+    finite_N: Tensor
+    likeliest_N: Tensor
+    draws: _Draws | None
+    logprobs: _Logprobs | None
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> _Work:
+        if not rows:  # `max` refuses an empty tensor of no columns, and a step without draws may have no logits
+            nothing = torch.empty(0, device=logits_NV.device)
+            return cls(logits_NV.shape[-1], nothing, nothing, None, None)
+        largest_N, likeliest_N = logits_NV.max(-1)  # NaN wins a max, so this finds it for free
+        return cls(
+            vocab_size=logits_NV.shape[-1],
+            finite_N=largest_N.isfinite(),
+            likeliest_N=likeliest_N,
+            draws=_Draws.of(logits_NV, rows),
+            logprobs=_Logprobs.of(logits_NV, rows),
+        )
+
+    def table_NW(self, nucleus_size: int) -> Tensor:
+        """float64, which holds ids and float32 alike: finite, nucleus found, token id; then of log-probabilities."""
+        token_ids_N, found_N = self.likeliest_N, torch.ones_like(self.finite_N)
+        if self.draws is not None:
+            token_ids_N, found_N = self.draws.into(token_ids_N, found_N, nucleus_size)
+        table_NW = torch.stack((self.finite_N.double(), found_N.double(), token_ids_N.double()), 1)
+        if self.logprobs is not None:
+            table_NW = torch.cat((table_NW, self.logprobs.columns(token_ids_N)), 1)
+        return table_NW
 
 
-def _must_go_on(row: SamplingRow) -> bool:
-    return len(row.output_ids) < row.params.min_tokens
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """The rows that do not simply take the likeliest token of the logits as they are."""
+
+    rows_P: Tensor
+    logits_PV: Tensor  # adjusted
+    drawing_D: Tensor  # indices into P of those that are not greedy
+    settings: DrawSettings | None  # of these
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> _Draws | None:
+        special = [index for index, row in enumerate(rows) if not _greedy(row.params) or adjusts(row)]
+        if not special:
+            return None
+        rows_P = on_device(special, torch.int64, logits_NV.device)
+        logits_PV = logits_NV.index_select(0, rows_P)
+        for logits_V, index in zip(logits_PV, special, strict=True):
+            if adjusts(rows[index]):
+                adjust(logits_V, rows[index])
+        drawing = [place for place, index in enumerate(special) if not _greedy(rows[index].params)]
+        drawn = [rows[special[place]] for place in drawing]
+        settings = DrawSettings.of([r.params for r in drawn], [r.position for r in drawn], logits_PV) if drawn else None
+        return cls(rows_P, logits_PV, on_device(drawing, torch.int64, logits_NV.device), settings)
+
+    def into(self, token_ids_N: Tensor, found_N: Tensor, nucleus_size: int) -> tuple[Tensor, Tensor]:
+        """The same with this's rows drawn."""
+        token_ids_P = self.logits_PV.argmax(-1)
+        if self.settings is not None:
+            logits_DV = self.logits_PV
+            if len(self.drawing_D) < len(self.rows_P):
+                logits_DV = logits_DV.index_select(0, self.drawing_D)
+            token_ids_D, found_D = draw(logits_DV, self.settings, nucleus_size)
+            token_ids_P = token_ids_P.index_copy(0, self.drawing_D, token_ids_D)
+            found_N = found_N.index_copy(0, self.rows_P.index_select(0, self.drawing_D), found_D)
+        return token_ids_N.index_copy(0, self.rows_P, token_ids_P), found_N
 
 
-def _penalizes(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-
-
-def _sample_row(logits_V: Tensor, row: SamplingRow) -> GeneratedToken:
-    adjusted_V = _adjust(logits_V, row) if _adjusts(row) else logits_V
-    token_id = int(adjusted_V.argmax()) if _greedy(row.params) else _draw(adjusted_V, row)
-    return GeneratedToken(token_id, _logprobs(logits_V, token_id, row.params.logprobs))
-
-
-def _adjust(logits_V: Tensor, row: SamplingRow) -> Tensor:
-    """A copy with bias, the min_tokens mask and penalties."""
-    params = row.params
-    adjusted_V = logits_V.clone()
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=adjusted_V.device)
-        adjusted_V[ids] += torch.tensor(list(params.logit_bias.values()), device=adjusted_V.device)
-    if _must_go_on(row):
-        ending_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *row.eos_token_ids)
-        adjusted_V[torch.tensor(ending_ids, dtype=torch.int64, device=adjusted_V.device)] = float("-inf")
-    if _penalizes(params):
-        _penalize(adjusted_V, row)
-    return adjusted_V
-
-
-def _penalize(logits_V: Tensor, row: SamplingRow) -> None:
-    """In place. Repetition counts prompt and output, as in CTRL (arXiv 1909.05858); the other two the output only."""
-    params, device = row.params, logits_V.device
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list({*row.prompt_ids, *row.output_ids}), dtype=torch.int64, device=device)
-        logits = logits_V[seen]
-        penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits_V[seen] = penalized.clamp(max=torch.finfo(logits_V.dtype).max)  # a tiny penalty would make infinity
-    if row.output_ids and (params.frequency_penalty or params.presence_penalty):
-        counts = Counter(row.output_ids)
-        penalties = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
-        logits_V[torch.tensor(list(counts), device=device)] -= torch.tensor(penalties, device=device)
-
-
-def _draw(logits_V: Tensor, row: SamplingRow) -> int:
-    params = row.params
-    if params.seed is None:
-        raise KVRelayError("a draw needs a seed; the coordinator sets one when the client sent none")
-    # The largest becomes 0 first, so that no temperature can make an infinity.
-    probabilities_V = ((logits_V - logits_V.max()) / params.temperature).softmax(-1)
-    _truncate(probabilities_V, params)
-    return int((probabilities_V / waiting_times(params.seed, row.position, len(logits_V), logits_V.device)).argmax())
-
-
-def _truncate(probabilities_V: Tensor, params: SamplingParams) -> None:
-    """Zeroes in place what min_p, top_k and top_p leave out; tokens tied with the last one kept are kept too."""
-    least = params.min_p * probabilities_V.max()
-    if 0 < params.top_k < len(probabilities_V):
-        least = torch.maximum(least, probabilities_V.topk(params.top_k).values[-1])
-    if params.top_p < 1.0:
-        kept = torch.where(probabilities_V >= least, probabilities_V, 0.0)
-        least = torch.maximum(least, _nucleus_least(kept, params.top_p))
-    probabilities_V[probabilities_V < least] = 0.0
-
-
-def _nucleus_least(probabilities_V: Tensor, top_p: float) -> Tensor:
-    """The smallest probability in the smallest set of likeliest tokens that has `top_p` of all that is left."""
-    wanted = top_p * probabilities_V.sum(dtype=torch.float64)
-    for size in (min(NUCLEUS_SIZE, len(probabilities_V)), len(probabilities_V)):
-        descending = probabilities_V.topk(size).values
-        cumulated = descending.cumsum(-1, dtype=torch.float64)
-        if cumulated[-1] >= wanted:
-            break
-    return descending[min(int(torch.searchsorted(cumulated, wanted)), size - 1)]
-
-
-def _logprobs(logits_V: Tensor, token_id: int, num_top: int | None) -> StepLogprobs | None:
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
     """Of the model's own distribution, before anything was changed."""
-    if num_top is None:
-        return None
-    logprobs_V = logits_V.log_softmax(-1)
-    top = logprobs_V.topk(min(num_top, len(logprobs_V)))
-    return StepLogprobs(
-        chosen=TokenLogprob(token_id, float(logprobs_V[token_id])),
-        top=tuple(TokenLogprob(*pair) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)),
-    )
+
+    rows_L: Tensor
+    logprobs_LV: Tensor
+    num_top: int  # the most that a row wants
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, rows: Sequence[SamplingRow]) -> _Logprobs | None:
+        wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+        if not wanted:
+            return None
+        rows_L = on_device(list(wanted), torch.int64, logits_NV.device)
+        num_top = min(max(wanted.values()), logits_NV.shape[-1])
+        return cls(rows_L, logits_NV.index_select(0, rows_L).log_softmax(-1), num_top)
+
+    def columns(self, token_ids_N: Tensor) -> Tensor:
+        """[N, 1 + 2 * num_top]: the drawn token's, the likeliest ids, theirs; zeros for rows that want none."""
+        chosen_L1 = self.logprobs_LV.gather(1, token_ids_N.index_select(0, self.rows_L).unsqueeze(1))
+        top = self.logprobs_LV.topk(self.num_top)
+        columns = torch.cat((chosen_L1.double(), top.indices.double(), top.values.double()), 1)
+        return columns.new_zeros(len(token_ids_N), columns.shape[1]).index_copy(0, self.rows_L, columns)

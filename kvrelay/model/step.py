@@ -28,3 +28,7 @@ class StepInput:
 
     def query_len(self, row: int) -> int:
         return self.query_starts[row + 1] - self.query_starts[row]
+
+    def tokens_of(self, row: int) -> slice:
+        """A row's part of T."""
+        return slice(self.query_starts[row], self.query_starts[row + 1])

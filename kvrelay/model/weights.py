@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrelay.errors import ConfigError
 from kvrelay.kv.cache import DTYPES, PagedKVCache
-from kvrelay.model.attention import choose_backend
+from kvrelay.model.attention_choice import choose_backend
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.decoder import Decoder, DecoderLayer
 from kvrelay.model.gguf_weights import GGUFWeights
@@ -20,6 +20,7 @@ from kvrelay.model.linear import Linear, make_linear
 from kvrelay.model.native import find_library
 from kvrelay.model.native_decoder import unsupported
 from kvrelay.model.native_weights import load_native
+from kvrelay.model.pointwise import choose_pointwise
 from kvrelay.model.rotary import RotaryTable
 from kvrelay.model.step import StepInput
 from kvrelay.model.weight_source import WeightSource, check_shape
@@ -89,7 +90,8 @@ class _Builder:
             norm_C=self._norm("model.norm"),
             lm_head=make_linear(head_VC),
             rotary=RotaryTable(config, self._dtype, self._device, self._source.rope_divisors()),
-            attention=choose_backend(self._device),
+            attention=choose_backend(self._device, config, self._dtype),
+            pointwise=choose_pointwise(self._device, self._dtype),
         )
 
     def _layer(self, at: str) -> DecoderLayer:

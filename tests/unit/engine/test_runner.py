@@ -67,9 +67,19 @@ def test_a_row_of_nans_spoils_no_other(engine: LoadedEngine) -> None:
     assert token == GeneratedToken(expected)
 
 
+def test_a_step_in_flight_gives_what_run_gives(engine: LoadedEngine) -> None:
+    first, second, again = (make_sequence((20, 21, 22), [block]) for block in (5, 6, 7))
+    (expected,) = advance(engine, (again, 3))
+    in_flight = engine.runner.launch(Batch((ScheduledRow(first, 2), ScheduledRow(second, 3))))
+    assert in_flight.result() == [None, GeneratedToken(expected)]
+    (nothing,) = engine.runner.launch(Batch((ScheduledRow(make_sequence((1, 2), [8]), 1),))).result()
+    assert nothing is None
+
+
 def test_the_loader_says_what_it_serves(engine: LoadedEngine) -> None:
     info = engine.info
     assert (info.name, info.architecture, info.max_model_len, info.vocab_size) == ("tiny", "llama", 1024, 288)
+    assert info.attention_backend == "torch-plain"  # no recording without a GPU
     assert (info.eos_token_ids, info.dtype, info.layout.block_tokens) == ((2,), "float32", 4)
     assert len(info.fingerprint) == 64
     assert engine.pool.num_blocks == engine.cache.num_blocks == 16

@@ -29,7 +29,7 @@ def test_cache_starts_as_zeros_in_block_major_order() -> None:
 
 def test_keys_and_values_are_views_of_one_layer() -> None:
     cache = numbered_cache()
-    assert cache.keys(0).shape == (3, 4, 1, 2)
+    assert cache.keys(0).shape == (3 + 1, 4, 1, 2)  # the scratch block lies behind
     assert cache.keys(0)[1].flatten().tolist() == [32, 33, 34, 35, 36, 37, 38, 39]
     assert cache.values(1)[2].flatten().tolist() == [88, 89, 90, 91, 92, 93, 94, 95]
     cache.keys(1)[0, 0, 0, 0] = -1
@@ -86,9 +86,18 @@ def test_store_puts_each_token_at_its_slot() -> None:
     assert cache.tensor.count_nonzero() == 8
 
 
+def test_the_scratch_block_is_no_block_of_the_pool() -> None:
+    cache = numbered_cache()
+    assert cache.scratch_block == 3
+    rows = cache.rows_of(torch.tensor([cache.scratch_block * 4]))
+    cache.store(1, rows, torch.full((1, 1, 2), -1.0), torch.full((1, 1, 2), -2.0))
+    assert cache.tensor.flatten().tolist() == list(range(96))
+    assert cache.keys(1)[3, 0, 0].tolist() == [-1, -1]
+
+
 def test_clear_rest_zeroes_a_block_after_its_tokens() -> None:
     cache = numbered_cache()
-    cache.clear_rest(1, 3)
+    cache.clear_rest(torch.tensor([1], dtype=torch.int32), 3)
     assert cache.tensor[1, 0, 0].flatten().tolist() == [32, 33, 34, 35, 36, 37, 0, 0]
     assert cache.tensor[1, 1, 1].flatten().tolist() == [56, 57, 58, 59, 60, 61, 0, 0]
     assert cache.tensor[0].flatten().tolist() == list(range(32))

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from kvrelay.errors import BadLogitsError, KVRelayError
+from kvrelay.model import draw, sampler
 from kvrelay.model.sampler import Sampler, SamplingRow
+from kvrelay.model.transfer import Arrival
 from kvrelay.sampling import GeneratedToken, SamplingParams
 
 EOS = 4
@@ -25,7 +27,7 @@ HALVES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
 def row(
     *, prompt_ids: Sequence[int] = (), output_ids: Sequence[int] = (), position: int = 7, **params: Any
 ) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), position, prompt_ids, output_ids, (EOS,))
+    return SamplingRow(SamplingParams(**params), position, [*prompt_ids, *output_ids], len(prompt_ids), (EOS,))
 
 
 def sample(logits: Sequence[float], **settings: Any) -> GeneratedToken:
@@ -243,6 +245,67 @@ def test_draws_do_not_depend_on_neighbours_or_order() -> None:
     assert len({token.token_id for token in alone}) > 20
 
 
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "presence_penalty": 1.5, "logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"top_p": 0.999},
+    {"top_k": 40, "repetition_penalty": 1.3, "logprobs": 0},
+    {"top_k": 5, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 1.5, "min_p": 0.02, "logprobs": 3},
+    {"logit_bias": {5: 4.0, 9: -100.0}, "min_tokens": 3, "stop_token_ids": (7,)},
+    {},
+]
+
+
+@pytest.mark.parametrize("at_once", [2, 5, 1000])
+def test_rows_drawn_side_by_side_as_a_gpu_does_get_the_tokens_they_get_alone(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    num_rows, generator = 36, torch.Generator().manual_seed(6)
+    logits = torch.randn(num_rows, 3000, generator=generator) * torch.linspace(0.2, 4.0, num_rows)[:, None]
+    logits[4, 9] = math.nan
+    rows = [
+        row(seed=index * 7, position=index, prompt_ids=[1, 2], output_ids=[3, index], **KINDS[index % len(KINDS)])
+        for index in range(num_rows)
+    ]
+    alone = [Sampler().sample(logits[index : index + 1], [rows[index]])[0] for index in range(num_rows)]
+    monkeypatch.setattr(draw, "rows_at_once", lambda logits_DV: at_once)
+    together = Sampler().sample(logits, rows)
+    assert isinstance(together[4], BadLogitsError)
+    for token, expected in zip(together[:4] + together[5:], alone[:4] + alone[5:], strict=True):
+        assert isinstance(token, GeneratedToken)
+        assert isinstance(expected, GeneratedToken)
+        assert token.token_id == expected.token_id
+        if expected.logprobs is None:
+            assert token.logprobs is None
+        else:
+            assert token.logprobs is not None
+            assert token.logprobs.chosen.logprob == pytest.approx(expected.logprobs.chosen.logprob, abs=1e-5)
+            assert [t.token_id for t in token.logprobs.top] == [t.token_id for t in expected.logprobs.top]
+
+
+def test_tokens_are_final_though_the_logits_are_overwritten_before_they_are_asked_for() -> None:
+    """As the next replay of a CUDA graph does; one row's nucleus is too wide to be found at the first try."""
+    logits = torch.stack((torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 3, torch.zeros(5000)))
+    rows = [row(seed=3, top_p=0.9, logprobs=1), row(seed=4, top_p=0.9)]
+    expected = Sampler().sample(logits, rows)
+    pending = Sampler().launch(logits, rows)
+    logits.fill_(math.nan)
+    assert pending.result() == expected
+
+
+@pytest.mark.parametrize(("params", "num_copies"), [({"top_p": 0.5}, 1), ({}, 1), ({"top_p": 0.9}, 2)])
+def test_only_a_nucleus_beyond_the_likeliest_costs_a_second_copy_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], num_copies: int
+) -> None:
+    """0.5 of these probabilities lies in some 700 tokens, 0.9 in some 2,200."""
+    copies = []
+    monkeypatch.setattr(sampler, "Arrival", lambda values: copies.append(values) or Arrival(values))
+    Sampler().sample(torch.arange(5000).neg()[None] / 1000.0, [row(seed=1, **params)])
+    assert len(copies) == num_copies
+
+
 def test_a_draw_depends_on_seed_and_on_position() -> None:
     flat = [0.0] * 1000
     drawn = [[sample(flat, seed=seed, position=position).token_id for position in range(20)] for seed in (1, 2)]
@@ -271,7 +334,7 @@ def test_logits_that_are_minus_infinity_are_never_drawn() -> None:
 def test_logits_stay_as_they_are() -> None:
     logits = torch.tensor([HALVES])
     settings = {"logit_bias": {0: 1.0}, "repetition_penalty": 2.0, "top_k": 2, "min_tokens": 1, "stop_token_ids": (1,)}
-    Sampler().sample(logits, [SamplingRow(SamplingParams(seed=1, **settings), 3, [0], [], ())])
+    Sampler().sample(logits, [SamplingRow(SamplingParams(seed=1, **settings), 3, [0], 1, ())])
     assert torch.equal(logits, torch.tensor([HALVES]))
 
 

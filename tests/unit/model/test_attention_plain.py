@@ -5,7 +5,7 @@ import torch
 
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.kv.layout import KVLayout
-from kvrelay.model.attention import choose_backend, group_rows
+from kvrelay.model.attention_plain import PlainPagedAttention, group_rows
 from tests.support.steps import Row, step_input
 
 
@@ -54,7 +54,7 @@ def test_plain_attention_is_softmax_over_what_each_token_may_see(rows: list[tupl
         laid.append((Row([0] * (earlier + count), blocks, num_done=earlier), count))
     inp = step_input(laid, 4)
     q = torch.randn(inp.query_starts[-1], 6, 8, generator=generator)
-    out = choose_backend("cpu").plan(inp, cache).attend(q, 1, cache)
+    out = PlainPagedAttention().plan(inp, cache).attend(q, 1, cache)
     token = 0
     for row, count in laid:
         keys = cache.keys(1)[row.block_ids].flatten(0, 1).double()
