@@ -9,7 +9,7 @@ ARGS ?=
 TESTS ?= tests/unit tests/integration tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native up test lint fmt fmt-check type check proto config-table bench clean
+.PHONY: help venv native up test lint fmt fmt-check type check proto config-table bench bench-engine bench-peers clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -52,6 +52,12 @@ config-table: $(INSTALLED)  ## write the configuration tables of the README
 
 bench: $(INSTALLED)  ## measure a running cluster; ARGS="--concurrency 16 --prompt-tokens 1024"
 	$(BIN)/python -m bench $(ARGS)
+
+bench-engine: $(INSTALLED)  ## measure the engine beside its peers on this CPU; ARGS="--quick" or "--help"
+	$(BIN)/python -m bench.engine $(ARGS)
+
+bench-peers:  ## make the peers' environments (5 GB); ARGS="openvino" for some of them
+	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)
 
 clean:  ## remove what the other targets made; the downloaded model stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

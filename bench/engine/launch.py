@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class Report:
 def run_worker(engine: Engine, task: Task) -> Report:
     """Raises WorkerFailedError."""
     with _worker(engine, task) as worker:
-        fields = worker.read(LIMIT_S)
+        fields = worker.read()
     samples = {
         name: Sample(sample["tokens_per_s"], tuple(sample["gaps_s"])) for name, sample in fields["samples"].items()
     }
@@ -51,10 +52,10 @@ def busy_worker(engine: Engine, task: Task) -> Iterator[list[float]]:
     """One that prefills without end while the block runs; the list gets its tokens a second after the block."""
     tokens_per_s: list[float] = []
     with _worker(engine, replace(task, busy=True)) as worker:
-        worker.read(LIMIT_S)  # it is ready
+        worker.read()  # it is ready
         yield tokens_per_s
         worker.close_stdin()
-        tokens_per_s.append(worker.read(LIMIT_S)["tokens_per_s"])
+        tokens_per_s.append(worker.read()["tokens_per_s"])
 
 
 class _Worker:
@@ -63,12 +64,12 @@ class _Worker:
         self._complaints = complaints
         self._label = label
 
-    def read(self, limit_s: float) -> dict[str, Any]:
-        """Its next line."""
+    def read(self) -> dict[str, Any]:
+        """Its next line. Raises WorkerFailedError if it ends, or is ended, without one."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerFailedError(f"{self._label} ended with {self._process.wait(limit_s)}: {self._last_words()}")
+            raise WorkerFailedError(f"{self._label} ended with {self._process.wait()}: {self._last_words()}")
         fields: dict[str, Any] = json.loads(line)
         return fields
 
@@ -83,22 +84,27 @@ class _Worker:
 
 @contextmanager
 def _worker(engine: Engine, task: Task) -> Iterator[_Worker]:
-    """Its process, ended with the block."""
+    """Its process, ended with the block or after LIMIT_S."""
     task = replace(task, spawned_at=time.monotonic())
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
     environment = {**os.environ, **own, **engine.environment}
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
-        process = subprocess.Popen(
-            [engine.python, "-m", engine.worker, json.dumps(asdict(task))],
+    command: list[str | Path] = [engine.python, "-m", engine.worker, json.dumps(asdict(task))]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
+        subprocess.Popen(
+            command,
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
-        )
+        ) as process,
+    ):
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
         try:
             yield _Worker(process, complaints, engine.label)
         finally:
+            limit.cancel()
             process.kill()
-            process.wait()

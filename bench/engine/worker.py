@@ -86,10 +86,10 @@ def _prompts(draw: random.Random, task: Task, count: int, num_tokens: int) -> Pr
 
 
 def _keep_busy(engine: Engine, task: Task, draw: random.Random) -> float:
-    """Prefills until standard input closes; gives the tokens a second."""
+    """Prefills until standard input closes, once at least; gives the tokens a second."""
     started, done = time.perf_counter(), 0
     num_tokens = task.cases[0].num_tokens
-    while not select.select([sys.stdin], [], [], 0)[0]:
+    while not done or not select.select([sys.stdin], [], [], 0)[0]:
         _run(engine, _prompts(draw, task, 1, num_tokens), 1)
         done += num_tokens
     return done / (time.perf_counter() - started)
