@@ -46,11 +46,13 @@ def main() -> int:
     output = options.json or directory / "results" / time.strftime("engine-%Y%m%d-%H%M%S.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     num_rounds = options.repeat or (1 if options.quick else NUM_ROUNDS)
-    _measure_all(plan, num_rounds, source, options.wait_s, results, output)
-    cpu, cores = results.about["machine"]["cpu"], results.about["machine"]["cores"]
-    print(f"{source.name} on {cpu}, {cores} cores; {options.threads} threads; {num_rounds} rounds\n")
-    print(results.as_markdown())
-    say_to_stderr(f"every sample is in {output}")
+    try:
+        _measure_all(plan, num_rounds, source, options.wait_s, results, output)
+    finally:  # also what there is when it is ended early
+        cpu, cores = results.about["machine"]["cpu"], results.about["machine"]["cores"]
+        print(f"{source.name} on {cpu}, {cores} cores; {options.threads} threads; {num_rounds} rounds\n")
+        print(results.as_markdown())
+        say_to_stderr(f"every sample is in {output}")
     return 0 if results.outcomes else 1
 
 
