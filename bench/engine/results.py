@@ -95,24 +95,29 @@ def processes(outcomes: Sequence[Outcome]) -> str:
     for run in _runs(outcomes):
         reports = [outcome.report for outcome in outcomes if outcome.run == run]
         facts = reports[-1].facts
-        wanted = sum(facts.values())
+        sizes = [int(facts[name]) for name in ("weights_bytes", "kv_bytes") if name in facts]
         peak = max(report.peak_rss_bytes for report in reports)
         rows.append(
             [
                 run.name,
                 spread([report.ready_s for report in reports]),
                 f"{peak / MIB:,.0f}",
-                *(f"{facts[name] / MIB:,.0f}" if facts else NOTHING for name in ("weights_bytes", "kv_bytes")),
-                f"{peak / wanted:.2f}" if wanted else NOTHING,
+                *([f"{size / MIB:,.0f}" for size in sizes] or [NOTHING, NOTHING]),
+                f"{peak / sum(sizes):.2f}" if sizes else NOTHING,
             ]
         )
     header = ["", "ready after s", "peak RSS MiB", "weights MiB", "KV pool MiB", "peak RSS over weights + KV"]
     return markdown(header, rows)
 
 
-def versions(outcomes: Iterable[Outcome]) -> str:
+def versions(outcomes: Sequence[Outcome]) -> str:
     seen = {name: version for outcome in outcomes for name, version in outcome.report.versions.items()}
-    return ", ".join(f"{name} {version}" for name, version in seen.items())
+    decoders = {
+        f"kvrelay with {outcome.run.weights} weights: {outcome.report.facts['decoder']}"
+        for outcome in outcomes
+        if "decoder" in outcome.report.facts
+    }
+    return ", ".join([*(f"{name} {version}" for name, version in seen.items()), *sorted(decoders)])
 
 
 def _runs(outcomes: Iterable[Outcome]) -> list[Run]:

@@ -31,8 +31,8 @@ class Engine(Protocol):
         """
         ...
 
-    def facts(self) -> dict[str, int]:
-        """What the engine can say of itself, in bytes: `weights_bytes`, `kv_bytes`."""
+    def facts(self) -> dict[str, int | str]:
+        """What the engine can say of itself: `weights_bytes` and `kv_bytes`, and `decoder`, which code computes."""
         ...
 
 

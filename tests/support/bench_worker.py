@@ -22,7 +22,7 @@ class IdleEngine:
         for _ in range(num_tokens):
             yield len(prompts)
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, int | str]:
         return {"weights_bytes": 7}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -47,9 +46,10 @@ class KVRelayEngine:
         for _ in range(num_tokens - 1):
             yield self._step([ScheduledRow(sequence, 1) for sequence in sequences])
 
-    def facts(self) -> dict[str, int]:
-        kv_bytes = self._num_blocks * self._loaded.info.layout.slab_bytes
-        return {"weights_bytes": self._weights_bytes, "kv_bytes": kv_bytes}
+    def facts(self) -> dict[str, int | str]:
+        info = self._loaded.info
+        kv_bytes = self._num_blocks * info.layout.slab_bytes
+        return {"weights_bytes": self._weights_bytes, "kv_bytes": kv_bytes, "decoder": info.attention_backend}
 
     def _sequence(self, prompt: list[int], num_tokens: int, blocks: Iterator[BlockId]) -> Sequence:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
@@ -70,18 +70,18 @@ class KVRelayEngine:
 
 
 def _load(task: Task, num_blocks: int) -> LoadedEngine:
-    options = {"weights": task.weights} if "weights" in inspect.signature(load_engine).parameters else {}
-    if task.weights == "file" and not options:
-        raise ConfigError(
-            "this kvrelay cannot run a file's quantised weights as they are: load_engine has no `weights`"
-        )
+    """The file's own weights are what the row promises, and only the native decoder runs them: no other may step in."""
+    decoder = "native" if task.weights == "file" and task.decoder == "auto" else task.decoder
+    if task.weights == "file" and decoder == "torch":
+        raise ConfigError("the torch decoder expands a file's quantised weights; leave --decoder out for them")
     return load_engine(
         Path(task.model),
         dtype=task.dtype,
         num_blocks=num_blocks,
         block_tokens=BLOCK_TOKENS,
         threads=task.threads,
-        **options,  # type: ignore[arg-type]
+        weights=task.weights,
+        decoder=decoder,
     )
 
 

@@ -45,7 +45,7 @@ class LlamaCppEngine:
             positions = [at + 1 for at in positions]
             yield len(last)
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, int | str]:
         return {}
 
     def _prepare(self, num_sequences: int, max_len: int) -> None:

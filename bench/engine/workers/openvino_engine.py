@@ -44,7 +44,7 @@ class OpenVINOEngine:
             self._pipeline.step()
             yield sum(map(_num_new, handles))
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, int | str]:
         return {}
 
 

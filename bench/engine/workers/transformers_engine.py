@@ -25,7 +25,7 @@ class TransformersEngine:
             ids_BT = output.logits[:, -1].argmax(-1, keepdim=True)
             yield len(ids_BT.tolist())
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, int | str]:
         return {}
 
 

@@ -45,7 +45,7 @@ class VLLMEngine:
         while self._engine.has_unfinished_requests():
             yield sum(len(output.outputs[0].token_ids) for output in self._engine.step())
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, int | str]:
         return {}
 
 

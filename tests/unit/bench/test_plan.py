@@ -13,7 +13,7 @@ ENGINES = {
     "vllm": Engine("vllm", "vLLM CPU", Path("python"), "worker", Path("directory")),
     "kvrelay": Engine("kvrelay", "kvrelay", Path("python"), "worker", FILE, FILE),
 }
-SETTING = Setting(Effort(), threads=2, dtype="float32", cpus=(3, 5))
+SETTING = Setting(Effort(), threads=2, dtype="float32", decoder="auto", cpus=(3, 5))
 
 
 def test_every_engine_runs_16_bits_and_only_those_that_can_run_the_file() -> None:
