@@ -6,8 +6,8 @@ import pytest
 
 from bench.engine.table import Row, number, percentile, ratios, speeds, spread
 
-OURS = Row("kvrelay", {"prefill": [300.0, 100.0, 200.0], "decode": [50.0]})
-SLOW = Row("slow", {"prefill": [100.0], "decode": [10.0, 30.0, 20.0]})
+OURS = Row("kvrelay", {"prefill": [300.0, 100.0, 260.0], "decode": [50.0]})
+SLOW = Row("slow", {"prefill": [100.0], "decode": [10.0, 60.0, 20.0]})
 FAST = Row("fast", {"prefill": [400.0, 500.0]})
 
 
@@ -15,7 +15,7 @@ def test_speeds_are_medians_with_their_least_and_greatest() -> None:
     assert speeds([OURS, FAST], ["prefill", "decode"]).splitlines() == [
         "| tokens/s | prefill | decode |",
         "| --- | ---: | ---: |",
-        "| kvrelay | 200 (100-300) | 50.0 |",
+        "| kvrelay | 260 (100-300) | 50.0 |",
         "| fast | 450 (400-500) | - |",
     ]
 
@@ -24,9 +24,9 @@ def test_ratios_are_of_medians_and_the_best_peer_is_another_in_each_column() -> 
     assert ratios(OURS, [SLOW, FAST], ["prefill", "decode"]).splitlines() == [
         "| kvrelay ... | prefill | decode |",
         "| --- | ---: | ---: |",
-        "| over slow | 2.00 | 2.50 |",
-        "| over fast | 0.44 | - |",
-        "| over the best peer | 0.44 | 2.50 |",
+        "| over slow | 2.60 | 2.50 |",
+        "| over fast | 0.58 | - |",
+        "| over the best peer | 0.58 | 2.50 |",
     ]
 
 
