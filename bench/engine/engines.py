@@ -89,6 +89,7 @@ def _for_vllm(environment: Path, threads: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(_VLLM_KV_GIB),
         "VLLM_CACHE_ROOT": str(environment / "cache"),  # what it compiles goes when its environment goes
+        "VLLM_USE_AOT_COMPILE": "0",  # 0.32 saves what that makes and then fails to load it: every start compiles
         "VLLM_NO_USAGE_STATS": "1",
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cpus}]",
         "KMP_BLOCKTIME": "5",
