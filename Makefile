@@ -10,7 +10,8 @@ TESTS ?= tests/unit tests/integration tests/e2e
 KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native up test test-gpu test-kernels lint fmt fmt-check type check proto config-table bench bench-gpu clean
+.PHONY: help venv native up test test-gpu test-kernels lint fmt fmt-check type check proto config-table
+.PHONY: bench bench-engine bench-peers bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -64,6 +65,12 @@ bench: $(INSTALLED)  ## measure a running cluster; ARGS="--concurrency 16 --prom
 
 bench-gpu: $(INSTALLED)  ## measure a Llama-3.1-8B-shaped model on a GPU against what the GPU can do; docs/gpu.md
 	$(BIN)/python -m bench.gpu $(ARGS)
+
+bench-engine: $(INSTALLED)  ## measure the engine beside its peers on this CPU; ARGS="--quick" or "--help"
+	$(BIN)/python -m bench.engine $(ARGS)
+
+bench-peers:  ## make the peers' environments (5 GB); ARGS="openvino" for some of them
+	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)
 
 clean:  ## remove what the other targets made; the downloaded model stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
