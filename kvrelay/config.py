@@ -94,9 +94,9 @@ class NodeConfig(RoleConfig):
     dtype: str = option("bfloat16", "type of weights, KV and computation", choices=("bfloat16", "float16", "float32"))
     weights: str = option(
         "file",
-        "file computes with quantised weights as a GGUF file has them where that is possible, "
-        "dtype turns all into dtype when the model is loaded",
-        choices=("file", "dtype"),
+        "of a GGUF file: file computes with quantised ones as they are where that is possible (least memory, quick for "
+        "small batches), dtype turns all into dtype when the model is loaded, both keeps both (quick throughout)",
+        choices=("file", "dtype", "both"),
     )
     decoder: str = option(
         "auto",

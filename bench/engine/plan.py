@@ -10,7 +10,7 @@ from typing import Literal
 from bench.engine.case import Case, Task
 from bench.engine.engines import KVRELAY, Engine
 
-Weights = Literal["dtype", "file"]
+Weights = Literal["dtype", "file", "both"]
 WEIGHTS: tuple[Weights, ...] = ("dtype", "file")
 
 # Tables by the names that --rows takes.
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        quantised = self.engine.file if self.weights == "file" else None
+        quantised = None if self.weights == "dtype" else self.engine.file
         return quantised or self.engine.model
 
     def task(self, vocab_size: int, seed: int) -> Task:
@@ -105,6 +105,8 @@ def make_plan(tables: Collection[str], engines: dict[str, Engine], setting: Sett
         runs += [_main(BF16, engine, setting, "dtype") for engine in engines.values()]
     if FOUR_BIT in tables:
         runs += [_main(FOUR_BIT, engine, setting, "file") for engine in engines.values() if engine.file]
+        if KVRELAY in engines:
+            runs.append(_main(FOUR_BIT, engines[KVRELAY], setting, "both"))
     if KVRELAY in engines:
         for weights in WEIGHTS:
             runs += [run for run in _of_kvrelay(engines[KVRELAY], setting, weights) if run.table in tables]
@@ -146,4 +148,6 @@ def _of_kvrelay(engine: Engine, setting: Setting, weights: Weights) -> Iterator[
 def _label(engine: Engine, dtype: str, weights: Weights) -> str:
     if weights == "file":
         return f"{engine.label} (the file's weights)"
+    if weights == "both":
+        return f"{engine.label} (the file's weights and {dtype} ones)"
     return f"{engine.label} ({dtype} weights)" if engine.name == KVRELAY else engine.label

@@ -9,7 +9,6 @@ import torch
 
 from kvrelay.model.attention import AttentionBackend, BackendUnavailable
 from kvrelay.model.attention_plain import PlainPagedAttention
-from kvrelay.model.attention_varlen import VarlenPagedAttention
 from kvrelay.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -19,7 +18,7 @@ def choose_backend(device: str, config: ModelConfig, dtype: torch.dtype) -> Atte
     """Once, when a model is loaded. What was passed over, and why, is logged."""
     if torch.device(device).type != "cuda":
         return PlainPagedAttention()
-    for make in (VarlenPagedAttention.probed, _triton):
+    for make in (_varlen, _triton):
         try:
             backend = make(device, config, dtype)
         except BackendUnavailable as reason:
@@ -29,6 +28,13 @@ def choose_backend(device: str, config: ModelConfig, dtype: torch.dtype) -> Atte
             return backend
     logger.warning("attention: plain, many times slower than this GPU; install triton for its kernel")
     return PlainPagedAttention()
+
+
+def _varlen(device: str, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+    # Brings torch's compiler with it: 70 MB and half a second that a node on a CPU can do without.
+    from kvrelay.model.attention_varlen import VarlenPagedAttention
+
+    return VarlenPagedAttention.probed(device, config, dtype)
 
 
 def _triton(device: str, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:

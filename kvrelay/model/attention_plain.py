@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.model.attention import AttentionPlan
@@ -120,6 +119,9 @@ class PrefillRow:
         if query_len == context_len:
             return cls(table, context_len, None)
         if table.is_cuda:  # a mask that torch's flash attention knows by its kind, so that none is read
+            # Brings torch's compiler with it: 70 MB and a second that a node on a CPU can do without.
+            from torch.nn.attention.bias import causal_lower_right
+
             return cls(table, context_len, causal_lower_right(query_len, context_len))
         hidden_TS = torch.ones(query_len, context_len, dtype=torch.bool, device=table.device)
         hidden_TS = hidden_TS.triu_(context_len - query_len + 1)

@@ -42,15 +42,18 @@ _COMPUTABLE: dict[gguf.GGMLQuantizationType, Quantization] = {
 
 
 class GGUFWeights:
-    """One GGUF file, memory-mapped; raises ModelFileError if it is missing, truncated or of an unserved kind."""
+    """One GGUF file, read a tensor at a time: pages of a mapped file would count as the node's memory.
+
+    Raises ModelFileError if it is missing, truncated or of an unserved kind.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         header = read_header(path)
         self._tensors = header.tensors
-        self._bytes = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        self._num_bytes = path.stat().st_size
         for name in self._tensors:
-            self._stored(name)
+            self._place(name)
         embedding = self._find("token_embd.weight")
         self.config = from_gguf(
             header.metadata,
@@ -66,7 +69,7 @@ class GGUFWeights:
         name_of_kind = _COMPUTABLE.get(kind)
         if name_of_kind is None:
             return None
-        return QuantizedMatrix(name_of_kind, self._in_order(name, torch.from_numpy(np.array(data))))
+        return QuantizedMatrix(name_of_kind, self._in_order(name, torch.from_numpy(data)))
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         if name.endswith("q_proj.weight"):
@@ -89,10 +92,18 @@ class GGUFWeights:
             values = gguf.dequantize(data, kind)
         except NotImplementedError:
             raise ModelFileError(f"{self._path}: tensor {name} is {kind.name}, which cannot be dequantised") from None
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        return torch.from_numpy(np.require(values, np.float32, ("C", "W")))
 
     def _stored(self, name: str) -> tuple[npt.NDArray[np.uint8], gguf.GGMLQuantizationType]:
         """A tensor's bytes, slowest axis first, the last axis packed as its type packs it."""
+        start, shape, kind = self._place(name)
+        data = np.fromfile(self._path, np.uint8, count=math.prod(shape), offset=start)
+        if len(data) < math.prod(shape):
+            raise not_whole(self._path, f"tensor {name} was cut off while the file was read")
+        return data.reshape(shape), kind
+
+    def _place(self, name: str) -> tuple[int, tuple[int, ...], gguf.GGMLQuantizationType]:
+        """Where a tensor starts, its shape in bytes, and its type."""
         place = self._find(name)
         try:
             kind = gguf.GGMLQuantizationType(place.kind)
@@ -100,9 +111,9 @@ class GGUFWeights:
         except (ValueError, IndexError) as error:
             raise ModelFileError(f"{self._path}: tensor {name} is damaged or of an unknown type: {error}") from error
         end = place.start + math.prod(shape)
-        if end > len(self._bytes):
-            raise not_whole(self._path, f"tensor {name} ends at byte {end}, the file at {len(self._bytes)}")
-        return self._bytes[place.start : end].reshape(shape), kind
+        if end > self._num_bytes:
+            raise not_whole(self._path, f"tensor {name} ends at byte {end}, the file at {self._num_bytes}")
+        return place.start, shape, kind
 
 
 def _gguf_name(name: str) -> str:

@@ -78,6 +78,8 @@ class Library:
         self.set_norm.restype, self.set_norm.argtypes = None, (c_void_p, c_int32, c_int32, c_void_p)
         self.set_rotary = library.kvrelay_set_rotary
         self.set_rotary.restype, self.set_rotary.argtypes = None, (c_void_p, c_void_p, c_void_p)
+        self.likeliest = library.kvrelay_likeliest
+        self.likeliest.restype, self.likeliest.argtypes = None, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)
         self.step = library.kvrelay_step
         self.step.argtypes = (c_void_p, POINTER(Step))
 

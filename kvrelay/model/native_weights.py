@@ -1,6 +1,8 @@
-"""Fills a native decoder from a model file, matrix by matrix: no second copy of the weights is ever whole in memory."""
+"""Fills a native decoder from a model file, matrix by matrix: no more than one of them is in memory twice."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
@@ -15,20 +17,20 @@ from kvrelay.model.weight_source import QuantizedMatrix, WeightSource, check_sha
 _BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
 
 
-def load_native(source: WeightSource, dtype: str, library: Library, *, num_threads: int, keep: bool) -> NativeDecoder:
-    """`keep` leaves quantised matrices as the file has them, else all become `dtype`. Raises ModelFileError."""
+def load_native(source: WeightSource, dtype: str, library: Library, *, num_threads: int, weights: str) -> NativeDecoder:
+    """`weights` is as for kvrelay.model.weights.load_decoder. Raises ModelFileError."""
     decoder = NativeDecoder(source.config, dtype, library, num_threads=num_threads)
-    _Filler(source, decoder, DTYPES[dtype], keep).fill()
+    _Filler(source, decoder, DTYPES[dtype], weights).fill()
     return decoder
 
 
 class _Filler:
-    def __init__(self, source: WeightSource, decoder: NativeDecoder, dtype: torch.dtype, keep: bool) -> None:
+    def __init__(self, source: WeightSource, decoder: NativeDecoder, dtype: torch.dtype, weights: str) -> None:
         self._source = source
         self._config = source.config
         self._decoder = decoder
         self._dtype = dtype
-        self._keep = keep
+        self._weights = weights
 
     def fill(self) -> None:
         config = self._config
@@ -38,8 +40,10 @@ class _Filler:
         else:
             self._matrix(0, Part.EMBEDDING, embedding, config.hidden_size)
             self._matrix(0, Part.HEAD, {"lm_head": config.vocab_size}, config.hidden_size)
+        _trim_heap()
         for layer in range(config.num_layers):
             self._layer(layer, f"model.layers.{layer}")
+        _trim_heap()
         self._norm(0, Part.HEAD, "model.norm")
         self._decoder.set_rotary(*cos_and_sin(config, self._source.rope_divisors()))
 
@@ -60,13 +64,14 @@ class _Filler:
         quantized = self._quantized(outputs, num_inputs)
         if quantized is not None:
             self._decoder.set_matrix(layer, part, Kind[quantized.kind], quantized.rows, num_inputs)
-            return
-        rows = torch.cat([self._read(name, num_rows, num_inputs) for name, num_rows in outputs.items()])
-        self._decoder.set_matrix(layer, part, KINDS[self._dtype], rows.to(self._dtype), num_inputs)
+            if self._weights == "file":
+                return
+        rows = [self._read(name, num_rows, num_inputs).to(self._dtype) for name, num_rows in outputs.items()]
+        self._decoder.set_matrix(layer, part, KINDS[self._dtype], _end_to_end(rows), num_inputs)
 
     def _quantized(self, outputs: dict[str, int], num_inputs: int) -> QuantizedMatrix | None:
         """All of them as the file has them, if they are of one kind."""
-        if not self._keep or num_inputs % QUANTIZATION_BLOCK:
+        if self._weights == "dtype" or num_inputs % QUANTIZATION_BLOCK:
             return None
         parts = [self._source.quantized(f"{name}.weight") for name in outputs]
         found = [part for part in parts if part is not None]
@@ -80,10 +85,21 @@ class _Filler:
                     f"tensor {name}.weight is {kind} with {list(part.rows.shape)} rows and bytes a row; "
                     f"the config says {[num_rows, row_bytes]}"
                 )
-        return QuantizedMatrix(kind, torch.cat([part.rows for part in found]))
+        return QuantizedMatrix(kind, _end_to_end([part.rows for part in found]))
 
     def _norm(self, layer: int, part: Part, name: str) -> None:
         self._decoder.set_norm(layer, part, self._read(name, self._config.hidden_size))
 
     def _read(self, name: str, *shape: int) -> Tensor:
         return check_shape(f"{name}.weight", self._source.tensor(f"{name}.weight"), shape)
+
+
+def _trim_heap() -> None:
+    """Gives back what copies of matrices took: the allocator would keep a good hundred megabytes of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; others do not hold on to as much
+    if trim is not None:
+        trim(0)
+
+
+def _end_to_end(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

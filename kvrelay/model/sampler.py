@@ -19,6 +19,7 @@ from kvrelay.errors import BadLogitsError
 from kvrelay.model.adjust import SamplingRow as SamplingRow
 from kvrelay.model.adjust import adjust, adjusts
 from kvrelay.model.draw import DrawSettings, draw
+from kvrelay.model.likeliest import likeliest
 from kvrelay.model.transfer import Arrival, on_device
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 
@@ -96,7 +97,7 @@ class _Work:
         if not rows:  # `max` refuses an empty tensor of no columns, and a step without draws may have no logits
             nothing = torch.empty(0, device=logits_NV.device)
             return cls(logits_NV.shape[-1], nothing, nothing, None, None)
-        largest_N, likeliest_N = logits_NV.max(-1)  # NaN wins a max, so this finds it for free
+        largest_N, likeliest_N = likeliest(logits_NV)  # which is NaN where one is, so this finds it for free
         return cls(
             vocab_size=logits_NV.shape[-1],
             finite_N=largest_N.isfinite(),

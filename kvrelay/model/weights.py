@@ -49,9 +49,10 @@ def load_decoder(
     """A decoder from a GGUF file or a Hugging Face directory. `dtype` is a key of kvrelay.kv.cache.DTYPES.
 
     With `weights` "file", matrices that the file has quantised stay so, if the native decoder serves and knows the
-    kind; else weights become float32 first, then `dtype`. `num_threads` 0 takes as many as torch does. `decoder` is
-    "auto", "native" (ConfigError where it cannot serve) or "torch". Raises ModelFileError naming what is missing,
-    broken or not served.
+    kind; with "dtype", and where that cannot be, weights become float32 first, then `dtype`; with "both" they are kept
+    in both forms, and the quantised one computes as few rows as it is quicker for. `num_threads` 0 takes as many as
+    torch does. `decoder` is "auto", "native" (ConfigError where it cannot serve) or "torch". Raises ModelFileError
+    naming what is missing, broken or not served.
     """
     source = open_weights(path)
     if device == "cpu" and decoder != "torch":
@@ -59,7 +60,7 @@ def load_decoder(
         reason = unsupported(source.config, dtype, library) if library else "it was not built, or not for this CPU"
         if library is not None and reason is None:
             num_threads = num_threads or torch.get_num_threads()
-            return source.config, load_native(source, dtype, library, num_threads=num_threads, keep=weights == "file")
+            return source.config, load_native(source, dtype, library, num_threads=num_threads, weights=weights)
         if decoder == "native":
             raise ConfigError(f"the native decoder cannot serve this model: {reason}; use --decoder auto or torch")
         if library is not None:

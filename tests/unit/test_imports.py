@@ -109,3 +109,9 @@ def test_the_import_blocker_blocks() -> None:
 
     assert result.returncode == 1
     assert "No module named 'torch'" in result.stderr
+
+
+def test_a_node_on_a_cpu_starts_without_the_compiler_of_torch() -> None:
+    """Its import takes a second and 70 MB of every node; only what runs on a GPU needs it."""
+    program = "import sys, kvrelay.engine.load; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -35,7 +35,8 @@ class KVRelayEngine:
         self._loaded = _load(task, self._num_blocks)
         layout = self._loaded.info.layout
         self._root = chain_root(self._loaded.info.fingerprint, layout.fingerprint, b"")
-        self._weights_bytes = _weights_bytes(Path(task.model), "" if task.weights == "file" else task.dtype)
+        forms = {"file": ("",), "dtype": (task.dtype,), "both": ("", task.dtype)}[task.weights]
+        self._weights_bytes = sum(_weights_bytes(Path(task.model), form) for form in forms)
 
     def generate(self, prompts: Prompts, num_tokens: int) -> Iterator[int]:
         blocks = map(BlockId, itertools.count())
@@ -71,8 +72,8 @@ class KVRelayEngine:
 
 def _load(task: Task, num_blocks: int) -> LoadedEngine:
     """The file's own weights are what the row promises, and only the native decoder runs them: no other may step in."""
-    decoder = "native" if task.weights == "file" and task.decoder == "auto" else task.decoder
-    if task.weights == "file" and decoder == "torch":
+    decoder = "native" if task.weights != "dtype" and task.decoder == "auto" else task.decoder
+    if task.weights != "dtype" and decoder == "torch":
         raise ConfigError("the torch decoder expands a file's quantised weights; leave --decoder out for them")
     return load_engine(
         Path(task.model),

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "likeliest.h"
 #include "matrix.h"
 #include "memory.h"
 #include "product.h"
@@ -26,8 +27,19 @@ namespace kvrelay {
 
 enum Part { QKV = 0, OUTPUT = 1, GATE_UP = 2, DOWN = 3, HEAD = 4, EMBEDDING = 5 };
 
+// One matrix in one or two forms: as the file quantised it, which is quicker for few rows, and in E.
+struct Weights {
+    Matrix quantized, full;
+
+    template <class E>
+    const Matrix& of(int rows) const {
+        if (!full.columns) return quantized;
+        return quantized.columns && sizeof(E) == 2 && rows <= max_direct_rows(quantized.kind) ? quantized : full;
+    }
+};
+
 struct Layer {
-    Matrix qkv, output, gate_up, down;
+    Weights qkv, output, gate_up, down;
     Buffer<float> attention_norm, mlp_norm;
 };
 
@@ -43,7 +55,7 @@ struct Model {
     Arena arena;
     std::vector<Layer> layers;
     Buffer<float> norm;
-    Matrix head, embedding;  // no embedding: it is the head
+    Weights head, embedding;  // no embedding: it is the head
 };
 
 constexpr int MAX_ROWS_ALONE = 8;  // so few rows every thread normalizes for itself: quicker than to share and to wait
@@ -92,8 +104,9 @@ class DecoderModel : public Model {
     void run(int thread) {
         Thread& own = threads_[thread];
         const int T = s_->num_tokens;
+        const bool has_embedding = embedding.quantized.columns || embedding.full.columns;
         team.share_rows(T, [&](int t) {
-            const Matrix& from = embedding.columns ? embedding : head;
+            const Matrix& from = (has_embedding ? embedding : head).template of<E>(1);
             from.column(int(s_->token_ids[t]), &x_[size_t(t) * C()]);
         });
         for (int index = 0; index < shape.num_layers; index++) {
@@ -179,7 +192,8 @@ class DecoderModel : public Model {
     }
 
     // out = a times the matrix, or out += that.
-    void project(Thread& own, const E* a, size_t lda, int rows, const Matrix& matrix, float* out, bool add) {
+    void project(Thread& own, const E* a, size_t lda, int rows, const Weights& weights, float* out, bool add) {
+        const Matrix& matrix = weights.of<E>(rows);
         const size_t columns = matrix.columns;
         multiply_shared(own, a, lda, rows, matrix, [&](int p, int r, vf* acc) {
             float* to = out + r * columns + p * NR;
@@ -194,8 +208,8 @@ class DecoderModel : public Model {
     }
 
     // inner = silu(gate) * up
-    void gate(Thread& own, const E* a, int rows, const Matrix& gate_up) {
-        multiply_shared(own, a, C(), rows, gate_up, [&](int p, int r, vf* acc) {
+    void gate(Thread& own, const E* a, int rows, const Weights& gate_up) {
+        multiply_shared(own, a, C(), rows, gate_up.of<E>(rows), [&](int p, int r, vf* acc) {
             store(&inner_[size_t(r) * I() + p * W], silu(acc[0]) * acc[1]);
         });
     }
@@ -207,7 +221,7 @@ class DecoderModel : public Model {
     Buffer<E> normed_, kept_attended_, inner_;
 };
 
-Matrix* matrix_of(Model& model, int layer, int part) {
+Weights* weights_of(Model& model, int layer, int part) {
     switch (part) {
         case QKV: return &model.layers[layer].qkv;
         case OUTPUT: return &model.layers[layer].output;
@@ -241,11 +255,12 @@ EXPORT Model* kvrelay_create(const KvrelayShape* shape) {
 
 EXPORT void kvrelay_destroy(Model* model) { delete model; }
 
-// Copies a matrix in. `rows` is [columns, inputs] in `kind`; 0 when all is well, -1 when there is no memory.
+// Copies a matrix in; it may come quantised and in full. `rows` is [columns, inputs] in `kind`; 0 when all is well, -1 when there is no memory.
 EXPORT int32_t kvrelay_set_matrix(Model* model, int32_t layer, int32_t part, int32_t kind, int32_t columns,
                                   int32_t inputs, const uint8_t* rows) {
     try {
-        *matrix_of(*model, layer, part) =
+        Weights& weights = *weights_of(*model, layer, part);
+        (kind == F32 || kind == BF16 ? weights.full : weights.quantized) =
             Matrix(Kind(kind), columns, inputs, rows, part == GATE_UP, model->arena);
         return 0;
     } catch (const std::bad_alloc&) {
@@ -263,6 +278,12 @@ EXPORT void kvrelay_set_norm(Model* model, int32_t layer, int32_t part, const fl
 // cos and sin [max_positions, head_dim / 2]
 EXPORT void kvrelay_set_rotary(Model* model, const float* cos, const float* sin) {
     model->set_rotary(cos, sin);
+}
+
+// Of `logits` [rows, size]: the largest of each row, NaN if there is one, and its index.
+EXPORT void kvrelay_likeliest(const float* logits, int32_t rows, int32_t size, float* largest, int64_t* index) {
+    for (int32_t row = 0; row < rows; row++)
+        find_likeliest(logits + size_t(row) * size, size, largest[row], index[row]);
 }
 
 // 0, or -1 when there is no memory.

@@ -25,6 +25,7 @@ def test_every_engine_runs_16_bits_and_only_those_that_can_run_the_file() -> Non
         ("bf16", "kvrelay (float32 weights)", "file.gguf", "float32"),
         ("4bit", "llama.cpp (the file's weights)", "file.gguf", "bfloat16"),
         ("4bit", "kvrelay (the file's weights)", "file.gguf", "float32"),
+        ("4bit", "kvrelay (the file's weights and float32 ones)", "file.gguf", "float32"),
     ]
 
 

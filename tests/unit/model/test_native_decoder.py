@@ -92,7 +92,7 @@ def test_float32_logits_are_those_of_the_plain_decoder(
 ) -> None:
     directory = make_tiny_model(tmp_path, seed=3, **SHAPES[shape])  # type: ignore[arg-type]
     config, plain = load_decoder(directory, dtype="float32", decoder="torch")
-    decoder = load_native(open_weights(directory), "float32", library, num_threads=num_threads, keep=True)
+    decoder = load_native(open_weights(directory), "float32", library, num_threads=num_threads, weights="file")
     for block_tokens in (16, 5):
         layout = config.layout("float32", block_tokens)
         expected = run_steps(plain, PagedKVCache(layout, 250))
@@ -106,7 +106,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_plain_decoder_is(library: Library
     directory = make_tiny_model(tmp_path, seed=3, **SHAPES[shape])  # type: ignore[arg-type]
     config, exact = load_decoder(directory, dtype="float32", decoder="torch")
     _, plain = load_decoder(directory, dtype="bfloat16", decoder="torch")
-    decoder = load_native(open_weights(directory), "bfloat16", library, num_threads=2, keep=True)
+    decoder = load_native(open_weights(directory), "bfloat16", library, num_threads=2, weights="file")
     expected = run_steps(exact, PagedKVCache(config.layout("float32", 16), 100))
     theirs = run_steps(plain, PagedKVCache(config.layout("bfloat16", 16), 100))
     ours = run_steps(decoder, PagedKVCache(config.layout("bfloat16", 16), 100))
@@ -122,16 +122,17 @@ def test_quantised_matrices_count_as_their_exact_values(library: Library, kind: 
     path = make_tiny_gguf(directory, tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType[kind])
     config, exact = load_decoder(path, dtype="float32", decoder="torch")
     expected = run_steps(exact, PagedKVCache(config.layout("float32", 16), 100))
-    decoder = load_native(open_weights(path), "float32", library, num_threads=2, keep=True)
+    decoder = load_native(open_weights(path), "float32", library, num_threads=2, weights="file")
     for ours, theirs in zip(run_steps(decoder, PagedKVCache(config.layout("float32", 16), 100)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
-    rounded = load_native(open_weights(path), "bfloat16", library, num_threads=2, keep=False)
+    rounded = load_native(open_weights(path), "bfloat16", library, num_threads=2, weights="dtype")
     theirs = run_steps(rounded, PagedKVCache(config.layout("bfloat16", 16), 100))
-    decoder = load_native(open_weights(path), "bfloat16", library, num_threads=2, keep=True)
-    ours = run_steps(decoder, PagedKVCache(config.layout("bfloat16", 16), 100))
-    for step, reference in enumerate(expected):
-        error, their_error = (ours[step] - reference).abs().mean(), (theirs[step] - reference).abs().mean()
-        assert error < 1.3 * their_error, step
+    for weights in ("file", "both"):
+        decoder = load_native(open_weights(path), "bfloat16", library, num_threads=2, weights=weights)
+        ours = run_steps(decoder, PagedKVCache(config.layout("bfloat16", 16), 100))
+        for step, reference in enumerate(expected):
+            error, their_error = (ours[step] - reference).abs().mean(), (theirs[step] - reference).abs().mean()
+            assert error < 1.3 * their_error, (weights, step)
 
 
 def test_a_step_without_wanted_logits_writes_its_kv_all_the_same(tmp_path: Path) -> None:
