@@ -10,7 +10,7 @@ from typing import Protocol
 
 from decode_node.memory import SequenceMemory
 from decode_node.resume import Resume, ResumeCosts
-from decode_node.scheduler import Scheduler
+from decode_node.scheduler import Plan, Scheduler
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
@@ -42,6 +42,7 @@ class EngineLoad:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     num_running: int = 0
     num_waiting: int = 0
+    num_preempted: int = 0  # of those that wait; while there are any, no reservation is granted
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ class DecodeCore:
         self._reserved: set[ReservationId] = set()
         self._sequences: dict[ReservationId, Sequence] = {}
         self._members: dict[Sequence, _Member] = {}
+        self._plan = Plan(Batch(()))  # of the step that runs
         self._stalled = False  # nobody can run before a command changes something
         self.load = EngineLoad(pool.counts())
 
@@ -224,7 +226,7 @@ class DecodeCore:
 
     def step(self) -> StepDone:
         started = self._clock()
-        plan = self._scheduler.schedule(self._memory)
+        plan = self._plan = self._scheduler.schedule(self._memory)
         batch = plan.batch
         drawn = self._runner.run(batch) if batch.rows else []
         filled: list[BlockHash] = []
@@ -233,10 +235,11 @@ class DecodeCore:
         self._stalled = not (batch.rows or plan.preempted)
         step_s = self._clock() - started
         self._costs.stepped(len(batch.rows), batch.num_tokens, step_s)
+        preempted, to_load = self._told_of(plan)
         return StepDone(
             advanced=tuple(a for a in advanced if a is not None),
-            preempted=tuple(self._preempted(sequence) for sequence in plan.preempted),
-            to_load=tuple(self._wanted(sequence) for sequence in plan.to_load),
+            preempted=preempted,
+            to_load=to_load,
             filled=tuple(filled),
             num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
@@ -244,14 +247,15 @@ class DecodeCore:
         )
 
     def fail_all(self, error: Exception) -> StepDone:
-        """Ends the sequences of the step that raised; those that waited for a row live on."""
+        """Ends the sequences of the step that raised; those that waited for a row or for blocks live on."""
         failed = []
         for sequence in self._scheduler.running:
             reservation_id = self._members[sequence].reservation_id
             failed.append(SequenceAdvanced(reservation_id, error=KVRelayError(f"a decode step failed: {error}")))
             self._let_go(sequence)
+        preempted, to_load = self._told_of(self._plan)
         self._publish()
-        return StepDone(tuple(failed))
+        return StepDone(tuple(failed), preempted=preempted, to_load=to_load)
 
     def check_idle(self) -> None:
         self._pool.check()
@@ -308,6 +312,14 @@ class DecodeCore:
         self._scheduler.remove(sequence)
         self._memory.drop(sequence)
 
+    def _told_of(self, plan: Plan) -> tuple[tuple[SequencePreempted, ...], tuple[BlocksWanted, ...]]:
+        """What happened to blocks before the step, once: it holds whether or not the step itself came about."""
+        self._plan = Plan(Batch(()))
+        return (
+            tuple(self._preempted(sequence) for sequence in plan.preempted),
+            tuple(self._wanted(sequence) for sequence in plan.to_load),
+        )
+
     def _preempted(self, sequence: Sequence) -> SequencePreempted:
         resume = self._costs.choose()
         hashes: tuple[BlockHash, ...] = ()
@@ -326,4 +338,7 @@ class DecodeCore:
 
     def _publish(self) -> None:
         self._stalled = False
-        self.load = EngineLoad(self._pool.counts(), self._scheduler.num_running, self._scheduler.num_waiting)
+        scheduler = self._scheduler
+        self.load = EngineLoad(
+            self._pool.counts(), scheduler.num_running, scheduler.num_waiting, scheduler.num_preempted
+        )

@@ -226,10 +226,15 @@ class DecodeNode:
             blocks=load.blocks,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
-            num_slots_free=max(0, self._limits.max_requests - self._num_taken) if self.ready else 0,
+            num_slots_free=self._num_slots_free(load),
             num_reservations=self.reservations.num_pending,
             limits=self._limits,
         )
+
+    def _num_slots_free(self, load: EngineLoad) -> int:
+        if not self.ready or load.num_preempted:
+            return 0
+        return max(0, self._limits.max_requests - self._num_taken)
 
     def end_if_stuck(self) -> None:
         """Fails every request once the engine is stuck, so that each is resumed elsewhere; for a watchdog to call.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,21 +21,22 @@ STANDALONE = ("-static-libstdc++", "-static-libgcc")  # the library runs where n
 
 
 def build_native(warn: Callable[[str], object]) -> bool:
-    """Whether the libraries are there now. An error in the source is raised, a missing compiler is not."""
+    """Whether the libraries are there now. A missing compiler is told, one that fails is raised: CalledProcessError."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         warn("the native decoder is written for Linux on x86-64; nodes will serve with plain torch")
         return False
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        warn("no g++ was found: nodes will serve with plain torch, several times slower on CPUs")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(compiler[0]) is None:
+        warn(f"{compiler[0]} was not found: nodes will serve with plain torch, several times slower on CPUs")
         return False
     sys.path.insert(0, str(ROOT))
-    from kvrelay.model.native import DIRECTORY, VARIANTS
+    from kvrelay.model.native import DIRECTORY, VARIANTS, source_fingerprint
 
     for variant in VARIANTS:
         target = DIRECTORY / variant.file_name
         draft = target.with_suffix(".draft")  # a running node has the old file mapped
-        command = [compiler, *FLAGS, *WARNINGS, *STANDALONE, *variant.compiler_flags]
+        stamp = f'-DKVRELAY_SOURCE="{source_fingerprint()}"'
+        command = [*compiler, *FLAGS, *WARNINGS, *STANDALONE, *variant.compiler_flags, stamp]
         subprocess.run([*command, str(DIRECTORY / "decoder.cpp"), "-o", str(draft)], check=True)
         draft.replace(target)
     return True

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -20,6 +20,7 @@ from kvrelay.engine.loop import EngineCore, EngineLoop
 from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
 from kvrelay.kv.offload import Offloader
 from kvrelay.kv.remote import StoreClient
+from kvrelay.model.weight_source import WeightForms
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.membership import Membership
 from kvrelay.types import BlockHash, InstanceId, Role
@@ -146,7 +147,7 @@ class EngineHost(Generic[C]):
             block_tokens=config.block_tokens,
             threads=config.threads,
             device=config.device,
-            weights=config.weights,
+            weights=cast(WeightForms, config.weights),  # of the choices that the setting allows
             decoder=config.decoder,
             max_decode_rows=self._max_decode_rows,
         )

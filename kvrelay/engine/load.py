@@ -20,6 +20,7 @@ from kvrelay.model.config import ModelConfig
 from kvrelay.model.fingerprint import model_fingerprint
 from kvrelay.model.graphs import with_graphs
 from kvrelay.model.sampler import Sampler
+from kvrelay.model.weight_source import WeightForms
 from kvrelay.model.weights import load_decoder
 from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
 
@@ -48,7 +49,7 @@ def load_engine(
     block_tokens: int = 16,
     threads: int = 0,
     device: str = "cpu",
-    weights: str = "file",
+    weights: WeightForms = "file",
     decoder: str = "auto",
     max_decode_rows: int = 0,
 ) -> LoadedEngine:

@@ -9,6 +9,7 @@ no third: prefill and decode are different nodes, so that neither ever waits beh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import threading
@@ -74,6 +75,7 @@ class PagedKVCache:
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Gives `target`, which the engine owns, the contents of `source`: of all layers at once."""
+        self.order_after_writes()
         self.tensor[target].copy_(self.tensor[source])
 
     def read_slab(self, block_id: BlockId) -> bytes:
@@ -113,7 +115,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     if device != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # of a kernel that has none
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

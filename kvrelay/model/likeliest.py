@@ -1,4 +1,4 @@
-"""The greedy choice of each row, for which torch's `max` takes ten times as long on a CPU as reading the logits does.
+"""The greedy choice of each row, for which torch's `max` takes much longer on a CPU than reading the logits does.
 
 Shape letters: N rows, V vocabulary.
 """
@@ -18,7 +18,8 @@ def likeliest(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """
     library = find_library() if logits_NV.device.type == "cpu" else None
     # A tensor of a class of its own may have no memory to read, as those by which torch traces a program.
-    if library is None or type(logits_NV) is not Tensor or not logits_NV.is_contiguous():
+    readable = type(logits_NV) is Tensor and logits_NV.dtype is torch.float32 and logits_NV.is_contiguous()
+    if library is None or not readable:
         largest_N, index_N = logits_NV.max(-1)
         return largest_N, index_N
     num_rows, vocab_size = logits_NV.shape

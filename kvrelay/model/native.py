@@ -7,6 +7,7 @@ missing, or the CPU has none of these, the plain torch decoder serves.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from ctypes import POINTER, c_float, c_int32, c_void_p
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Variant:
         return f"decoder_{self.name}.so"
 
 
-# Best first. The second lacks a product of bfloat16 pairs and is slower in bfloat16 than in float32.
+# Best first. The second has no product of bfloat16 pairs: two multiplications of floats take its place.
 VARIANTS = (
     Variant(
         "avx512_bf16",
@@ -65,9 +66,12 @@ class Library:
     """One variant's functions. Calls release the interpreter lock."""
 
     def __init__(self, variant: Variant, path: Path) -> None:
+        """Raises OSError if the file cannot be loaded or was built from other source than what lies beside it."""
         self.name = variant.name
         library = ctypes.CDLL(str(path))
+        _check_source(library, path)
         self.panel_columns: int = library.kvrelay_panel_columns()
+        self.multiplies_quantized = bool(library.kvrelay_multiplies_quantized())  # without expanding them first
         self.create = library.kvrelay_create
         self.create.restype, self.create.argtypes = c_void_p, (POINTER(Shape),)
         self.destroy = library.kvrelay_destroy
@@ -75,9 +79,9 @@ class Library:
         self.set_matrix = library.kvrelay_set_matrix
         self.set_matrix.argtypes = (c_void_p, *(c_int32,) * 5, c_void_p)
         self.set_norm = library.kvrelay_set_norm
-        self.set_norm.restype, self.set_norm.argtypes = None, (c_void_p, c_int32, c_int32, c_void_p)
+        self.set_norm.argtypes = (c_void_p, c_int32, c_int32, c_void_p)
         self.set_rotary = library.kvrelay_set_rotary
-        self.set_rotary.restype, self.set_rotary.argtypes = None, (c_void_p, c_void_p, c_void_p)
+        self.set_rotary.argtypes = (c_void_p, c_void_p, c_void_p)
         self.likeliest = library.kvrelay_likeliest
         self.likeliest.restype, self.likeliest.argtypes = None, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)
         self.step = library.kvrelay_step
@@ -94,13 +98,37 @@ def find_library() -> Library | None:
         return None
     for variant in runnable:
         path = DIRECTORY / variant.file_name
-        if path.exists():
+        if not path.exists():
+            continue
+        try:
             return Library(variant, path)
+        except OSError as error:
+            _log.warning("%s; serving with plain torch, several times slower", error)
+            return None
     _log.warning(
         "the native decoder was not built, which needs a C++ compiler (g++) when kvrelay is installed; "
         "serving with plain torch, several times slower"
     )
     return None
+
+
+def source_fingerprint() -> str:
+    """Of the source beside this module: a library says of which it was built."""
+    digest = hashlib.sha256()
+    for path in sorted(DIRECTORY.glob("*.[hc]*")):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _check_source(library: ctypes.CDLL, path: Path) -> None:
+    try:
+        library.kvrelay_source.restype = ctypes.c_char_p
+        built_from = library.kvrelay_source().decode()
+    except AttributeError:
+        built_from = ""
+    if built_from != source_fingerprint():
+        raise OSError(f"{path} was built from other source than what is installed; run `make native` or reinstall")
 
 
 def cpu_flags() -> frozenset[str]:

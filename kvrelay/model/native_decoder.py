@@ -75,7 +75,7 @@ class NativeDecoder:
         )
         self._model = ctypes.c_void_p(library.create(shape))
         if not self._model:
-            raise MemoryError("there is no memory for the decoder")
+            raise MemoryError(f"there is no memory for the decoder, or no room for {num_threads} threads")
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):
@@ -89,11 +89,15 @@ class NativeDecoder:
 
     def set_norm(self, layer: int, part: Part, weight_C: Tensor) -> None:
         """Float32 weights: of a layer's attention (QKV) or MLP (GATE_UP), or of the last norm (HEAD)."""
-        self._library.set_norm(self._model, layer, part, weight_C.contiguous().data_ptr())
+        weight_C = weight_C.contiguous()
+        if self._library.set_norm(self._model, layer, part, weight_C.data_ptr()):
+            raise MemoryError("there is no memory for the model's weights")
 
     def set_rotary(self, cos: Tensor, sin: Tensor) -> None:
         """Float32 [max_model_len, head_dim / 2] each."""
-        self._library.set_rotary(self._model, cos.contiguous().data_ptr(), sin.contiguous().data_ptr())
+        cos, sin = cos.contiguous(), sin.contiguous()
+        if self._library.set_rotary(self._model, cos.data_ptr(), sin.data_ptr()):
+            raise MemoryError("there is no memory for the rotary table")
 
     @torch.inference_mode()
     def step(self, inp: StepInput, cache: PagedKVCache) -> Tensor:

@@ -12,20 +12,24 @@ from kvrelay.kv.cache import DTYPES
 from kvrelay.model.native import Library
 from kvrelay.model.native_decoder import KINDS, QUANTIZATION_BLOCK, Kind, NativeDecoder, Part
 from kvrelay.model.rotary import cos_and_sin
-from kvrelay.model.weight_source import QuantizedMatrix, WeightSource, check_shape
+from kvrelay.model.weight_source import QuantizedMatrix, WeightForms, WeightSource, check_shape
 
 _BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
 
 
-def load_native(source: WeightSource, dtype: str, library: Library, *, num_threads: int, weights: str) -> NativeDecoder:
+def load_native(
+    source: WeightSource, dtype: str, library: Library, *, num_threads: int, weights: WeightForms
+) -> NativeDecoder:
     """`weights` is as for kvrelay.model.weights.load_decoder. Raises ModelFileError."""
+    if weights == "both" and not (library.multiplies_quantized and dtype == "bfloat16"):
+        weights = "dtype"  # the quantised form would never be the quicker one
     decoder = NativeDecoder(source.config, dtype, library, num_threads=num_threads)
     _Filler(source, decoder, DTYPES[dtype], weights).fill()
     return decoder
 
 
 class _Filler:
-    def __init__(self, source: WeightSource, decoder: NativeDecoder, dtype: torch.dtype, weights: str) -> None:
+    def __init__(self, source: WeightSource, decoder: NativeDecoder, dtype: torch.dtype, weights: WeightForms) -> None:
         self._source = source
         self._config = source.config
         self._decoder = decoder

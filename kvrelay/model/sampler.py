@@ -25,7 +25,7 @@ from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, Token
 
 # Below this a draw is greedy: dividing by it would leave the likeliest token alone anyway (vLLM draws the same line).
 MIN_TEMPERATURE = 1e-5
-# A nucleus is looked for among so many likeliest tokens before all are sorted, which takes six times as long.
+# A nucleus is looked for among so many likeliest tokens before all are sorted, which takes several times as long.
 NUCLEUS_SIZE = 1024
 
 

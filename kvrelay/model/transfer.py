@@ -18,7 +18,7 @@ def on_device(
 ) -> Tensor:
     """The values as a tensor, usable by whatever is queued on the device from now on.
 
-    numpy reads lists three times as fast as torch does: of 256 block tables, 0.3 ms of a step against 1.
+    numpy reads lists faster than torch does, which the block tables of a large batch make felt.
     """
     host = torch.from_numpy(np.array(values, dtype=str(dtype).removeprefix("torch.")))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

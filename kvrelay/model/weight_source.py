@@ -11,6 +11,7 @@ from kvrelay.errors import ModelFileError
 from kvrelay.model.config import ModelConfig
 
 Quantization = Literal["Q4_1", "Q8_0"]
+WeightForms = Literal["file", "dtype", "both"]  # in which the matrices of a quantised file are kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from kvrelay.model.native_weights import load_native
 from kvrelay.model.pointwise import choose_pointwise
 from kvrelay.model.rotary import RotaryTable
 from kvrelay.model.step import StepInput
-from kvrelay.model.weight_source import WeightSource, check_shape
+from kvrelay.model.weight_source import WeightForms, WeightSource, check_shape
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +44,20 @@ def open_weights(path: Path) -> WeightSource:
 
 
 def load_decoder(
-    path: Path, *, dtype: str, device: str = "cpu", weights: str = "dtype", num_threads: int = 0, decoder: str = "auto"
+    path: Path,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    weights: WeightForms = "file",
+    num_threads: int = 0,
+    decoder: str = "auto",
 ) -> tuple[ModelConfig, StepDecoder]:
     """A decoder from a GGUF file or a Hugging Face directory. `dtype` is a key of kvrelay.kv.cache.DTYPES.
 
     With `weights` "file", matrices that the file has quantised stay so, if the native decoder serves and knows the
     kind; with "dtype", and where that cannot be, weights become float32 first, then `dtype`; with "both" they are kept
-    in both forms, and the quantised one computes as few rows as it is quicker for. `num_threads` 0 takes as many as
+    in both forms, and the quantised one computes as few rows as it is quicker for, if there are such (in bfloat16, with
+    AVX-512). `num_threads` 0 takes as many as
     torch does. `decoder` is "auto", "native" (ConfigError where it cannot serve) or "torch". Raises ModelFileError
     naming what is missing, broken or not served.
     """

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <new>
+#include <exception>
 #include <vector>
 
 #include "attention.h"
@@ -75,6 +75,7 @@ class DecoderModel : public Model {
     void set_rotary(const float* cos, const float* sin) override { attention_.set_rotary(cos, sin); }
 
     void step(const KvrelayStep& given) override {
+        if (!given.num_tokens) return;
         s_ = &given;
         const size_t tokens = given.num_tokens, logits = given.num_logits;
         make_room(x_, tokens * C());
@@ -111,7 +112,7 @@ class DecoderModel : public Model {
         });
         for (int index = 0; index < shape.num_layers; index++) {
             Layer& layer = layers[index];
-            project(own, normalize(own, x_.data(), T, layer.attention_norm), C(), T, layer.qkv, qkv_.data(), false);
+            project<false>(own, normalize(own, x_.data(), T, layer.attention_norm), C(), T, layer.qkv, qkv_.data());
             attention_.attend(thread, index, qkv_.data());
             float* x = x_.data();
             int rows = T;
@@ -123,12 +124,13 @@ class DecoderModel : public Model {
                 attended = kept_attended_.data();
                 rows = s_->num_logits;
             }
-            project(own, attended, H() * D(), rows, layer.output, x, true);
+            project<true>(own, attended, H() * D(), rows, layer.output, x);
             const E* normed = normalize(own, x, rows, layer.mlp_norm);
             gate(own, normed, rows, layer.gate_up);
-            project(own, inner_.data(), I(), rows, layer.down, x, true);
+            project<true>(own, inner_.data(), I(), rows, layer.down, x);
         }
-        project(own, normalize(own, kept_x_.data(), s_->num_logits, norm), C(), s_->num_logits, head, s_->logits, false);
+        const E* normed = normalize(own, kept_x_.data(), s_->num_logits, norm);
+        project<false>(own, normed, C(), s_->num_logits, head, s_->logits);
     }
 
     void keep_logit_rows() {
@@ -191,19 +193,20 @@ class DecoderModel : public Model {
         });
     }
 
-    // out = a times the matrix, or out += that.
-    void project(Thread& own, const E* a, size_t lda, int rows, const Weights& weights, float* out, bool add) {
+    // out = a times the matrix, or with ADD out += that.
+    template <bool ADD>
+    void project(Thread& own, const E* a, size_t lda, int rows, const Weights& weights, float* out) {
         const Matrix& matrix = weights.of<E>(rows);
         const size_t columns = matrix.columns;
         multiply_shared(own, a, lda, rows, matrix, [&](int p, int r, vf* acc) {
             float* to = out + r * columns + p * NR;
-            if ((p + 1) * NR > int(columns)) {
-                float spare[NR];
-                for (int v = 0; v < NV; v++) store(spare + v * W, acc[v]);
-                for (int i = 0; p * NR + i < int(columns); i++) to[i] = add ? to[i] + spare[i] : spare[i];
+            if (size_t(p + 1) * NR <= columns) [[likely]] {
+                for (int v = 0; v < NV; v++) store(to + v * W, ADD ? load(to + v * W) + acc[v] : acc[v]);
                 return;
             }
-            for (int v = 0; v < NV; v++) store(to + v * W, add ? load(to + v * W) + acc[v] : acc[v]);
+            float spare[NR];
+            for (int v = 0; v < NV; v++) store(spare + v * W, acc[v]);
+            for (size_t i = 0; p * NR + i < columns; i++) to[i] = ADD ? to[i] + spare[i] : spare[i];
         });
     }
 
@@ -240,44 +243,62 @@ using namespace kvrelay;
 
 extern "C" {
 
+// What it was built from: see native.py.
+EXPORT const char* kvrelay_source() { return KVRELAY_SOURCE; }
+
+// Whether few rows are multiplied with quantised panels as they are: else they are expanded first, which is slower.
+EXPORT int32_t kvrelay_multiplies_quantized() { return max_direct_rows(Q4_1) > 0; }
+
 // Columns that a panel holds: head_dim must be a multiple of it, hidden_size and intermediate_size of half of it.
 EXPORT int32_t kvrelay_panel_columns() { return NR; }
 
-// nullptr when there is no memory.
-EXPORT Model* kvrelay_create(const KvrelayShape* shape) {
+// Nothing may be thrown through here: 0 when `work` ended well, else -1, for lack of memory or threads.
+extern "C++" template <class F>
+int32_t guarded(F&& work) {
     try {
-        if (shape->is_bfloat16) return new DecoderModel<bf16>(*shape);
-        return new DecoderModel<float>(*shape);
-    } catch (const std::bad_alloc&) {
-        return nullptr;
-    }
-}
-
-EXPORT void kvrelay_destroy(Model* model) { delete model; }
-
-// Copies a matrix in; it may come quantised and in full. `rows` is [columns, inputs] in `kind`; 0 when all is well, -1 when there is no memory.
-EXPORT int32_t kvrelay_set_matrix(Model* model, int32_t layer, int32_t part, int32_t kind, int32_t columns,
-                                  int32_t inputs, const uint8_t* rows) {
-    try {
-        Weights& weights = *weights_of(*model, layer, part);
-        (kind == F32 || kind == BF16 ? weights.full : weights.quantized) =
-            Matrix(Kind(kind), columns, inputs, rows, part == GATE_UP, model->arena);
+        work();
         return 0;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return -1;
     }
 }
 
+// nullptr for lack of memory or threads.
+EXPORT Model* kvrelay_create(const KvrelayShape* shape) {
+    Model* model = nullptr;
+    guarded([&] {
+        if (shape->is_bfloat16)
+            model = new DecoderModel<bf16>(*shape);
+        else
+            model = new DecoderModel<float>(*shape);
+    });
+    return model;
+}
+
+EXPORT void kvrelay_destroy(Model* model) { delete model; }
+
+// Copies a matrix in; it may come quantised and in full. `rows` is [columns, inputs] in `kind`.
+EXPORT int32_t kvrelay_set_matrix(Model* model, int32_t layer, int32_t part, int32_t kind, int32_t columns,
+                                  int32_t inputs, const uint8_t* rows) {
+    return guarded([&] {
+        Weights& weights = *weights_of(*model, layer, part);
+        (kind == F32 || kind == BF16 ? weights.full : weights.quantized) =
+            Matrix(Kind(kind), columns, inputs, rows, part == GATE_UP, model->arena);
+    });
+}
+
 // Norm weights: of attention (part QKV) and MLP (part GATE_UP) of a layer, and the last one (part HEAD).
-EXPORT void kvrelay_set_norm(Model* model, int32_t layer, int32_t part, const float* weight) {
-    Layer& of = model->layers[layer];
-    auto& to = part == HEAD ? model->norm : part == QKV ? of.attention_norm : of.mlp_norm;
-    to.assign(weight, weight + model->shape.hidden_size);
+EXPORT int32_t kvrelay_set_norm(Model* model, int32_t layer, int32_t part, const float* weight) {
+    return guarded([&] {
+        Layer& of = model->layers[layer];
+        auto& to = part == HEAD ? model->norm : part == QKV ? of.attention_norm : of.mlp_norm;
+        to.assign(weight, weight + model->shape.hidden_size);
+    });
 }
 
 // cos and sin [max_positions, head_dim / 2]
-EXPORT void kvrelay_set_rotary(Model* model, const float* cos, const float* sin) {
-    model->set_rotary(cos, sin);
+EXPORT int32_t kvrelay_set_rotary(Model* model, const float* cos, const float* sin) {
+    return guarded([&] { model->set_rotary(cos, sin); });
 }
 
 // Of `logits` [rows, size]: the largest of each row, NaN if there is one, and its index.
@@ -286,13 +307,7 @@ EXPORT void kvrelay_likeliest(const float* logits, int32_t rows, int32_t size, f
         find_likeliest(logits + size_t(row) * size, size, largest[row], index[row]);
 }
 
-// 0, or -1 when there is no memory.
 EXPORT int32_t kvrelay_step(Model* model, const KvrelayStep* step) {
-    try {
-        model->step(*step);
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return -1;
-    }
+    return guarded([&] { model->step(*step); });
 }
 }

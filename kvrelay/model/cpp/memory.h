@@ -27,9 +27,12 @@ struct LineAllocator {
 template <class X>
 using Buffer = std::vector<X, LineAllocator<X>>;
 
+// The old contents are gone then: no copy of them is made, nor room for both taken.
 template <class X>
 void make_room(Buffer<X>& buffer, size_t size) {
-    if (buffer.size() < size) buffer.resize(size);
+    if (buffer.size() >= size) return;
+    buffer = Buffer<X>();
+    buffer.resize(size);
 }
 
 constexpr size_t LARGE_PAGE = 2 << 20;

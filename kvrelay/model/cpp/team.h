@@ -23,13 +23,14 @@ INLINE void pause() {
 class Team {
    public:
     explicit Team(int size) : size_(size) {
-        for (int thread = 1; thread < size; thread++) threads_.emplace_back([this, thread] { serve(thread); });
+        try {
+            for (int thread = 1; thread < size; thread++) threads_.emplace_back([this, thread] { serve(thread); });
+        } catch (...) {  // no more threads are to be had
+            end();
+            throw;
+        }
     }
-    ~Team() {
-        stopping_ = true;
-        begin();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { end(); }
     int size() const { return size_; }
 
     template <class F>
@@ -93,6 +94,11 @@ class Team {
             pause();
         }
         while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+    }
+    void end() {
+        stopping_ = true;
+        begin();
+        for (auto& thread : threads_) thread.join();
     }
     void begin() {
         started_.fetch_add(1, std::memory_order_release);

@@ -80,6 +80,7 @@ INLINE void store(bf16* p, vf v) {
 #endif
 }
 
+// b where either is NaN.
 INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
 
 // Lanes of x or y (x first), as vpermt2ps takes them.
@@ -141,9 +142,9 @@ INLINE float max_all(vf v) {
 }
 #endif
 
-// 2^x to 1 part in 10^7, for x <= 127; what is below -126 becomes 2^-126 or less.
-INLINE vf exp2_of(vf x) {
-    x = maximum(x, all(-126.0f));
+// 2^x to 1 part in 10^7, for x <= 127; what is below -126 becomes 2^-126, a NaN stays one.
+INLINE vf exp2_of(vf given) {
+    vf x = maximum(given, all(-126.0f));
     vf shifted = x + 12582912.0f;  // 1.5 * 2^23: the integer part ends up in the low bits
     vf f = x - (shifted - 12582912.0f);
     vf p = all(1.5403530e-4f);
@@ -153,7 +154,7 @@ INLINE vf exp2_of(vf x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    return (vf)((vi)p + ((vi)shifted << 23));
+    return given == given ? (vf)((vi)p + ((vi)shifted << 23)) : given;
 }
 constexpr float LOG2_E = 1.44269504f;
 

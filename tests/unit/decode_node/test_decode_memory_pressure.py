@@ -314,6 +314,31 @@ def test_a_preempted_one_may_come_back_by_the_store_and_computes_what_does_not_c
     assert engine.runner.num_computed == (17 - 1) + (12 - 1) + 8 - num_loaded * SIZE
 
 
+def test_a_step_that_fails_still_tells_whose_blocks_to_load() -> None:
+    """A has ended, so C comes back in the very step that fails under B: else C would wait for its blocks for ever."""
+    engine = Engine(num_blocks=8, max_batched_tokens=32)
+    engine.costs.resume = Resume.SWAP
+    start(engine, request(4, 12), request(4, 24, first=40), request(4, 12, first=70))
+
+    def fail_as_blocks_are_wanted() -> None:
+        if engine.core._scheduler._loading:
+            raise MemoryError("no memory for a step")
+
+    engine.runner.before_step = fail_as_blocks_are_wanted
+    with pytest.raises(MemoryError):
+        engine.run_to_end()
+    done = engine.core.fail_all(MemoryError("no memory for a step"))
+    assert [failed.reservation_id for failed in done.advanced] == [B]
+    assert [wanted.reservation_id for wanted in done.to_load] == [C]
+    engine.runner.before_step = lambda: None
+    engine.to_load += done.to_load
+    engine.load(done.to_load[0], 1)
+    engine.run_to_end()
+    assert engine.answers[C].ended
+    assert engine.counts().held == 0
+    assert engine.core.fail_all(MemoryError("again")) == StepDone(())
+
+
 def test_one_that_is_cancelled_while_its_blocks_load_leaves_nothing() -> None:
     engine = Engine(num_blocks=5, max_batched_tokens=32)
     engine.costs.resume = Resume.SWAP

@@ -13,6 +13,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.model import native
 from kvrelay.model.native import DIRECTORY, VARIANTS, Library, find_library
+from kvrelay.model.native_decoder import Kind, NativeDecoder
 from kvrelay.model.native_weights import load_native
 from kvrelay.model.weights import load_decoder, open_weights
 from tests.support.steps import Row, run_step, step_input
@@ -35,6 +36,7 @@ SHAPES = {
     "no_sharing_of_kv_heads": {"head_dim": 64, "num_heads": 3, "num_kv_heads": 3},
     "more_heads_than_one_pass_takes": {"head_dim": 32, "num_heads": 10, "num_kv_heads": 2},
     "wide_heads": {"head_dim": 128, "num_heads": 2, "num_kv_heads": 1},
+    "heads_of_three_vectors": {"head_dim": 96, "num_heads": 2, "num_kv_heads": 1},
     "llama3_rope": {
         "head_dim": 32,
         "rope_scaling": {
@@ -93,10 +95,10 @@ def test_float32_logits_are_those_of_the_plain_decoder(
     directory = make_tiny_model(tmp_path, seed=3, **SHAPES[shape])  # type: ignore[arg-type]
     config, plain = load_decoder(directory, dtype="float32", decoder="torch")
     decoder = load_native(open_weights(directory), "float32", library, num_threads=num_threads, weights="file")
-    for block_tokens in (16, 5):
+    for block_tokens, num_blocks in ((16, 100), (5, 250), (1, 1000)):
         layout = config.layout("float32", block_tokens)
-        expected = run_steps(plain, PagedKVCache(layout, 250))
-        for ours, theirs in zip(run_steps(decoder, PagedKVCache(layout, 250)), expected, strict=True):
+        expected = run_steps(plain, PagedKVCache(layout, num_blocks))
+        for ours, theirs in zip(run_steps(decoder, PagedKVCache(layout, num_blocks)), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
@@ -145,6 +147,50 @@ def test_a_step_without_wanted_logits_writes_its_kv_all_the_same(tmp_path: Path)
         logits = each.step(replace(inp, logit_rows_N=torch.empty(0, dtype=torch.int64)), cache)
         assert tuple(logits.shape) == (0, 288)
     torch.testing.assert_close(caches[1].tensor, caches[0].tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+def test_a_nan_among_the_keys_is_not_softened_into_numbers(library: Library, num_tokens: int, tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, head_dim=32)
+    decoder = load_native(open_weights(directory), "float32", library, num_threads=2, weights="file")
+    cache = PagedKVCache(decoder.config.layout("float32", 16), 4)
+    row = Row(list(range(20, 60)), [2, 0, 3])
+    run_step(decoder, cache, [(row, 10)])
+    cache.keys(0)[2, 4] = torch.nan
+    (logits,) = run_step(decoder, cache, [(row, num_tokens)])
+    assert logits.isnan().all()
+
+
+def test_a_library_of_other_source_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that an update left behind: its structures may be other ones."""
+    for path in DIRECTORY.iterdir():
+        shutil.copy(path, tmp_path)
+    with (tmp_path / "step.h").open("a") as header:
+        header.write("// changed\n")
+    monkeypatch.setattr(native, "DIRECTORY", tmp_path)
+    find_library.cache_clear()
+    try:
+        assert find_library() is None
+        assert "was built from other source" in caplog.text
+    finally:
+        find_library.cache_clear()
+
+
+def test_both_forms_are_kept_only_where_the_quantised_one_can_be_quicker(tmp_path: Path) -> None:
+    path = make_tiny_gguf(
+        make_tiny_model(tmp_path / "tiny", head_dim=32), tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType.Q4_1
+    )
+    for library in LIBRARIES:
+        for dtype in ("float32", "bfloat16"):
+            kinds = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(NativeDecoder, "set_matrix", lambda _, _l, _p, kind, *_r, kinds=kinds: kinds.append(kind))
+                load_native(open_weights(path), dtype, library, num_threads=1, weights="both")
+            assert (Kind.Q4_1 in kinds) == (library.name == "avx512_bf16" and dtype == "bfloat16")
+            assert {Kind.F32: "float32", Kind.BF16: "bfloat16"}[kinds[-1]] == dtype
 
 
 def test_what_the_native_decoder_cannot_compute_is_told_or_left_to_torch(
