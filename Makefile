@@ -22,7 +22,8 @@ $(INSTALLED): pyproject.toml scripts/install scripts/build_native.py $(wildcard 
 	@PYTHON="$(PYTHON)" scripts/install $(VENV)
 	@touch $@
 
-native: $(INSTALLED)  ## build the native decoder alone
+native:  ## build the native decoder alone
+	@test -x $(BIN)/python || $(MAKE) --no-print-directory venv
 	$(BIN)/python scripts/build_native.py
 
 up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other shapes

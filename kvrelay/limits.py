@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvrelay.errors import InvalidRequestError
 
 MAX_BATCHED_TOKENS = 131_072
+MAX_REQUESTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class DecodeLimits:
         """Raises InvalidRequestError, naming field, value and what is allowed."""
         _at_least("max_batch", self.max_batch, 1)
         _at_least("max_requests", self.max_requests, 1)
+        _at_most("max_requests", self.max_requests, MAX_REQUESTS)
         _at_most("max_batched_tokens", self.max_batched_tokens, MAX_BATCHED_TOKENS)
         _at_least("reserve_output_tokens", self.reserve_output_tokens, 0)
         if self.max_batch > self.max_batched_tokens:
@@ -53,12 +55,14 @@ class PrefillLimits:
         _at_most("max_batched_tokens", self.max_batched_tokens, MAX_BATCHED_TOKENS)
         _at_least("chunk_tokens", self.chunk_tokens, 1)
         _at_least("max_prefills", self.max_prefills, 1)
+        _at_most("max_prefills", self.max_prefills, MAX_REQUESTS)
         _at_least("max_waiting", self.max_waiting, 0)
+        _at_most("max_waiting", self.max_waiting, MAX_REQUESTS)
 
 
 def _at_most(name: str, value: int, high: int) -> None:
     if value > high:
-        raise InvalidRequestError(f"{name} is {value}; allowed is at most {high}: one step's memory grows with it")
+        raise InvalidRequestError(f"{name} is {value}; allowed is at most {high}")
 
 
 def _at_least(name: str, value: int, low: int) -> None:

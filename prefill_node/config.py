@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config import NodeConfig, option
+from kvrelay.errors import ConfigError, InvalidRequestError
 from kvrelay.limits import PrefillLimits
 
 
@@ -24,6 +25,13 @@ class PrefillConfig(NodeConfig):
     handoff_stall_s: float = option(
         10.0, "longest wait for a decode node to take a block or to commit", unit="s", minimum=0.1
     )
+
+    def check(self) -> None:
+        """Raises ConfigError for what no node can be told to take on."""
+        try:
+            self.limits.validate()
+        except InvalidRequestError as error:
+            raise ConfigError(error.message) from error
 
     @property
     def limits(self) -> PrefillLimits:

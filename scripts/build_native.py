@@ -43,4 +43,7 @@ def build_native(warn: Callable[[str], object]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(not build_native(lambda text: sys.stderr.write(f"{text}\n")))
+    try:
+        sys.exit(not build_native(lambda text: sys.stderr.write(f"{text}\n")))
+    except subprocess.CalledProcessError:
+        sys.exit("the compiler failed, see above; g++ 11 or newer is needed")

@@ -94,7 +94,7 @@ def find_library() -> Library | None:
     here = cpu_flags()
     runnable = [variant for variant in VARIANTS if variant.cpu_flags <= here]
     if not runnable:
-        _log.info("this CPU has no AVX2, for which the native decoder is written; serving with plain torch")
+        _log.info("no native decoder: this CPU has no AVX2; what runs in plain torch instead is slower")
         return None
     for variant in runnable:
         path = DIRECTORY / variant.file_name
@@ -103,11 +103,11 @@ def find_library() -> Library | None:
         try:
             return Library(variant, path)
         except OSError as error:
-            _log.warning("%s; serving with plain torch, several times slower", error)
+            _log.warning("no native decoder: %s; what runs in plain torch instead is several times slower", error)
             return None
     _log.warning(
-        "the native decoder was not built, which needs a C++ compiler (g++) when kvrelay is installed; "
-        "serving with plain torch, several times slower"
+        "no native decoder: it was not built, which needs a C++ compiler (g++ 11 or newer) when kvrelay is installed; "
+        "what runs in plain torch instead is several times slower"
     )
     return None
 

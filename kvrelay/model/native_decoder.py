@@ -101,7 +101,14 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def step(self, inp: StepInput, cache: PagedKVCache) -> Tensor:
-        """Writes K and V of the step's T tokens into the cache; returns logits, float32 [N, V]."""
+        """Writes K and V of the step's T tokens into the cache; returns logits, float32 [N, V].
+
+        Token ids and slots are the caller's to keep in range. ValueError for a context beyond max_model_len.
+        """
+        if max(inp.context_lens, default=0) > self.config.max_model_len:
+            raise ValueError(
+                f"a context of {max(inp.context_lens)} tokens; the model's are {self.config.max_model_len}"
+            )
         logits_NV = torch.empty(len(inp.logit_rows_N), self.config.vocab_size)
         query_starts, context_lens = _int32s(inp.query_starts), _int32s(inp.context_lens)
         step = Step(

@@ -57,19 +57,18 @@ def load_decoder(
     With `weights` "file", matrices that the file has quantised stay so, if the native decoder serves and knows the
     kind; with "dtype", and where that cannot be, weights become float32 first, then `dtype`; with "both" they are kept
     in both forms, and the quantised one computes as few rows as it is quicker for, if there are such (in bfloat16, with
-    AVX-512). `num_threads` 0 takes as many as
-    torch does. `decoder` is "auto", "native" (ConfigError where it cannot serve) or "torch". Raises ModelFileError
-    naming what is missing, broken or not served.
+    AVX-512). `num_threads` 0 takes as many as torch does. `decoder` is "auto", "native" (ConfigError where it cannot
+    serve) or "torch". Raises ModelFileError naming what is missing, broken or not served.
     """
     source = open_weights(path)
     if device == "cpu" and decoder != "torch":
         library = find_library()
-        reason = unsupported(source.config, dtype, library) if library else "it was not built, or not for this CPU"
+        reason = unsupported(source.config, dtype, library) if library else "there is none, see above"
         if library is not None and reason is None:
             num_threads = num_threads or torch.get_num_threads()
             return source.config, load_native(source, dtype, library, num_threads=num_threads, weights=weights)
         if decoder == "native":
-            raise ConfigError(f"the native decoder cannot serve this model: {reason}; use --decoder auto or torch")
+            raise ConfigError(f"the native decoder cannot serve: {reason}; use --decoder auto or torch")
         if library is not None:
             _log.warning("the native decoder cannot serve this model (%s); serving with plain torch, slower", reason)
     elif decoder == "native":

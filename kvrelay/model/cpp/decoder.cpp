@@ -79,9 +79,9 @@ class DecoderModel : public Model {
         s_ = &given;
         const size_t tokens = given.num_tokens, logits = given.num_logits;
         make_room(x_, tokens * C());
-        make_room(normed_, tokens * C());
+        make_room(normed_, std::max(tokens, logits) * C());
         make_room(qkv_, tokens * (H() + 2 * K()) * D());
-        make_room(inner_, tokens * I());
+        make_room(inner_, std::max(tokens, logits) * I());
         make_room(kept_x_, logits * C());
         make_room(kept_attended_, logits * H() * D());
         attention_.plan(given);
