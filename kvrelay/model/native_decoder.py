@@ -105,10 +105,9 @@ class NativeDecoder:
 
         Token ids and slots are the caller's to keep in range. ValueError for a context beyond max_model_len.
         """
-        if max(inp.context_lens, default=0) > self.config.max_model_len:
-            raise ValueError(
-                f"a context of {max(inp.context_lens)} tokens; the model's are {self.config.max_model_len}"
-            )
+        longest = max(inp.context_lens, default=0)
+        if longest > self.config.max_model_len:
+            raise ValueError(f"a context of {longest} tokens; allowed are {self.config.max_model_len}")
         logits_NV = torch.empty(len(inp.logit_rows_N), self.config.vocab_size)
         query_starts, context_lens = _int32s(inp.query_starts), _int32s(inp.context_lens)
         step = Step(
