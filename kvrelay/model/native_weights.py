@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from kvrelay.model.native_decoder import KINDS, QUANTIZATION_BLOCK, Kind, Native
 from kvrelay.model.rotary import cos_and_sin
 from kvrelay.model.weight_source import QuantizedMatrix, WeightForms, WeightSource, check_shape
 
+_log = logging.getLogger(__name__)
+
 _BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
 
 
@@ -22,7 +25,8 @@ def load_native(
 ) -> NativeDecoder:
     """`weights` is as for kvrelay.model.weights.load_decoder. Raises ModelFileError."""
     if weights == "both" and not (library.multiplies_quantized and dtype == "bfloat16"):
-        weights = "dtype"  # the quantised form would never be the quicker one
+        _log.info("weights are kept in %s alone: quantised ones are quicker in bfloat16 with AVX-512 only", dtype)
+        weights = "dtype"
     decoder = NativeDecoder(source.config, dtype, library, num_threads=num_threads)
     _Filler(source, decoder, DTYPES[dtype], weights).fill()
     return decoder

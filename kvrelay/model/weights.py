@@ -73,6 +73,8 @@ def load_decoder(
             _log.warning("the native decoder cannot serve this model (%s); serving with plain torch, slower", reason)
     elif decoder == "native":
         raise ConfigError(f"the native decoder runs on CPUs, and the device is {device}; use --decoder auto")
+    if weights == "both":
+        _log.warning("weights are kept in %s alone: plain torch computes with no quantised ones", dtype)
     return source.config, _Builder(source, DTYPES[dtype], device).decoder(dtype)
 
 

@@ -1,5 +1,6 @@
 """The native decoder against the plain one, on whatever instruction sets this CPU has."""
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -179,18 +180,25 @@ def test_a_library_of_other_source_is_not_used(
         find_library.cache_clear()
 
 
-def test_both_forms_are_kept_only_where_the_quantised_one_can_be_quicker(tmp_path: Path) -> None:
+def test_both_forms_are_kept_only_where_the_quantised_one_can_be_quicker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     path = make_tiny_gguf(
         make_tiny_model(tmp_path / "tiny", head_dim=32), tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType.Q4_1
     )
     for library in LIBRARIES:
         for dtype in ("float32", "bfloat16"):
             kinds = []
+            caplog.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(NativeDecoder, "set_matrix", lambda _, _l, _p, kind, *_r, kinds=kinds: kinds.append(kind))
                 load_native(open_weights(path), dtype, library, num_threads=1, weights="both")
             assert (Kind.Q4_1 in kinds) == (library.name == "avx512_bf16" and dtype == "bfloat16")
             assert {Kind.F32: "float32", Kind.BF16: "bfloat16"}[kinds[-1]] == dtype
+            assert (f"kept in {dtype} alone" in caplog.text) == (Kind.Q4_1 not in kinds)
+    load_decoder(path, dtype="bfloat16", weights="both", decoder="torch")
+    assert "plain torch computes with no quantised ones" in caplog.text
 
 
 def test_what_the_native_decoder_cannot_compute_is_told_or_left_to_torch(
