@@ -27,10 +27,17 @@ MAX_ERROR_BYTES = 1_000
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 OnError = Callable[[str, str], None]  # method, error code
+OnOpen = Callable[[str, int], None]  # method, 1 when one of its calls begins and -1 when it is over
 
 
-def make_server(*, on_error: OnError | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one."""
+def make_server(
+    *,
+    on_error: OnError | None = None,
+    on_open: OnOpen | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Server:
+    """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one, `on_open`
+    those that handlers are at work on."""
     options = (
         *KEEPALIVE_OPTIONS,
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
@@ -39,7 +46,7 @@ def make_server(*, on_error: OnError | None = None, max_message_bytes: int = MAX
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     )
-    return grpc.aio.server(interceptors=(ErrorInterceptor(on_error or _ignore),), options=options)
+    return grpc.aio.server(interceptors=(ErrorInterceptor(on_error or _ignore, on_open or _ignore),), options=options)
 
 
 async def abort(context: Context, error: KVRelayError) -> Never:
@@ -74,8 +81,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     grpc itself leaves a cancelled generator to the garbage collector.
     """
 
-    def __init__(self, on_error: OnError) -> None:
+    def __init__(self, on_error: OnError, on_open: OnOpen) -> None:
         self._on_error = on_error
+        self._on_open = on_open
         self._guarded: dict[str, tuple[Any, Any]] = {}  # handler found and handler made from it, by method
 
     async def intercept_service(
@@ -108,6 +116,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _mapping_errors(self, method: str, run: Behavior) -> Behavior:
         async def guarded(request: Any, context: Context) -> Any:
+            self._on_open(method, 1)
             try:
                 return await run(request, context)
             except grpc.aio.AbortError:
@@ -119,6 +128,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 logger.exception("%s failed", method)
                 self._on_error(method, KVRelayError.code)
                 await abort(context, KVRelayError(f"{method} failed; the server's log says why"))
+            finally:
+                self._on_open(method, -1)
 
         return guarded
 
@@ -148,7 +159,7 @@ def _writing(run: Behavior) -> Behavior:
     return write_all
 
 
-def _ignore(method: str, code: str) -> None:
+def _ignore(method: str, what: str | int) -> None:
     pass
 
 
