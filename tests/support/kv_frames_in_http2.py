@@ -1,4 +1,4 @@
-"""Finds KV frames in the bytes of one direction of an HTTP/2 connection that carries gRPC. Plain data, no I/O.
+"""Finds gRPC messages, KV frames above all, in one direction of an HTTP/2 connection. Plain data, no I/O.
 
 HTTP/2 is parsed, not searched: a frame header may stand anywhere in a message, and a slab may hold any bytes.
 See docs/wire.md for KV frames.
@@ -16,7 +16,7 @@ END_STREAM = 0x1  # a flag of DATA
 
 _FRAME_HEADER_BYTES = 9
 _MESSAGE_PREFIX_BYTES = 5  # of gRPC: a flag, and the message's length as big-endian u32
-_KV_START_BYTES = len(MAGIC) + 2  # magic, version, kind
+HEAD_BYTES = len(MAGIC) + 2  # of a message, to know it by; a KV frame's magic, version and kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,26 @@ class ScanState:
 
 
 @dataclass(frozen=True, slots=True)
-class KVFrameStart:
-    """`offset` is where in the payload the message begins: below 0 if in an earlier one. `kind` is a FrameKind's code.
-    `before` is the state of the stream at `cut`."""
+class MessageStart:
+    """A message's first bytes, and where in the payload it begins: below 0 if in an earlier one. `before` is the
+    state of the stream at `cut`."""
 
     offset: int
-    kind: int
+    head: bytes
     before: ScanState
 
     @property
     def cut(self) -> int:
-        """Up to where the payload may pass without the frame."""
+        """Up to where the payload may pass without the message."""
         return max(0, self.offset)
 
     @property
-    def payload_offset(self) -> int:
+    def kv_kind(self) -> int | None:
+        """The FrameKind's code, of a KV frame."""
+        return self.head[-1] if len(self.head) == HEAD_BYTES and self.head.startswith(MAGIC) else None
+
+    @property
+    def kv_payload_offset(self) -> int:
         """Of the KV frame's own payload, in the DATA payload or in those that follow it."""
         return self.offset + _MESSAGE_PREFIX_BYTES + HEADER_BYTES
 
@@ -97,11 +102,12 @@ class _Scan:
     head: bytes
     num_left: int
     at: int = 0
-    starts: list[KVFrameStart] = field(default_factory=list)
+    starts: list[MessageStart] = field(default_factory=list)
 
 
-def scan(state: ScanState, payload: bytes) -> tuple[list[KVFrameStart], ScanState]:
-    """The KV frames that begin in the payload of one DATA frame, given the state of its stream; and the state after."""
+def scan(state: ScanState, payload: bytes) -> tuple[list[MessageStart], ScanState]:
+    """The messages whose first bytes end in the payload of one DATA frame, given the state of its stream; and the
+    state after."""
     run = _Scan(payload, state.head, state.num_left)
     while run.at < len(payload):
         if run.num_left:
@@ -114,15 +120,14 @@ def scan(state: ScanState, payload: bytes) -> tuple[list[KVFrameStart], ScanStat
 
 
 def _take_head(run: _Scan, state: ScanState) -> None:
-    """Reads more of a message's first bytes, and judges them when they are all there."""
+    """Reads more of a message's first bytes, and notes it when they are all there."""
     wanted = _head_bytes(run.head) - len(run.head)
     run.head += run.payload[run.at : run.at + wanted]
     run.at += min(wanted, len(run.payload) - run.at)
     if len(run.head) < _head_bytes(run.head):
         return
     body, offset = run.head[_MESSAGE_PREFIX_BYTES:], run.at - len(run.head)
-    if len(body) == _KV_START_BYTES and body.startswith(MAGIC):
-        run.starts.append(KVFrameStart(offset, body[-1], state if offset < 0 else ScanState()))
+    run.starts.append(MessageStart(offset, body, state if offset < 0 else ScanState()))
     run.num_left = _message_bytes(run.head) - len(body)
     run.head = b""
 
@@ -131,7 +136,7 @@ def _head_bytes(head: bytes) -> int:
     """How much of a message must be read before it is known what it is, as far as `head` tells."""
     if len(head) < _MESSAGE_PREFIX_BYTES:
         return _MESSAGE_PREFIX_BYTES
-    return _MESSAGE_PREFIX_BYTES + min(_KV_START_BYTES, _message_bytes(head))
+    return _MESSAGE_PREFIX_BYTES + min(HEAD_BYTES, _message_bytes(head))
 
 
 def _message_bytes(head: bytes) -> int:
