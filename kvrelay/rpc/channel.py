@@ -10,7 +10,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvrelay.errors import (
-    CancelledError,
     CorruptBlockError,
     DeadlineError,
     DuplicateRequestError,
@@ -49,7 +48,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[KVRelayError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
-    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.CANCELLED: UnavailableError,  # by a peer that shuts down; our own never come here
     grpc.StatusCode.DATA_LOSS: CorruptBlockError,
 }
 

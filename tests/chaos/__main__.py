@@ -21,7 +21,7 @@ from tests.support.tiny_model import make_tiny_model
 
 NUM_SHAPES = {"tiny": 60, "demo": 16}
 NUM_WORKERS = {"tiny": 8, "demo": 4}
-ALL_KINDS = (Kind.KILL, Kind.TERMINATE, Kind.STOP)
+ALL_KINDS = tuple(Kind)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,5 @@
-"""The cluster under attack: two processes of each role on fixed ports, so that a new process comes back as its twin's
-peer on the old address."""
+"""The cluster under attack: two processes of each role, each behind a proxy that all others and the clients go through,
+so that a link can be spoilt and a new process comes back on the old address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGCONT
 
 from kvrelay.client import AsyncClient
 from kvrelay.cluster import ClusterStatus
@@ -15,6 +16,7 @@ from kvrelay.errors import KVRelayError
 from kvrelay.types import Role
 from tests.chaos.plan import Victim, victims
 from tests.support.cluster import RoleProcess, free_port
+from tests.support.fault_proxy import FaultProxy
 
 NUM_BLOCKS = 512
 STATUS_TIMEOUT_S = 2.0
@@ -45,12 +47,14 @@ class Shape:
 
 
 class ChaosCluster:
-    """`processes` and `addresses`, where others reach them, by victim. Belongs to one event loop once `open`."""
+    """`processes`, their `proxies` and the `addresses` where others reach them, by victim. Once open it belongs to one
+    event loop."""
 
     def __init__(self, model: Path, directory: Path, shape: Shape) -> None:
         self.shape = shape
-        self.ports = {victim: free_port() for victim in shape.victims}
-        self.addresses = {victim: f"127.0.0.1:{port}" for victim, port in self.ports.items()}
+        self._ports = {victim: free_port() for victim in shape.victims}
+        self.proxies = {victim: FaultProxy(port, frames=False) for victim, port in self._ports.items()}
+        self.addresses = {victim: proxy.address for victim, proxy in self.proxies.items()}
         self.processes = {victim: self._process(model, directory, victim) for victim in shape.victims}
         self._clients: dict[Victim, AsyncClient] = {}
 
@@ -64,7 +68,9 @@ class ChaosCluster:
         return tuple(victim for victim in self.shape.victims if victim.role is not Role.COORDINATOR)
 
     async def open(self) -> None:
-        """Starts every process and waits until every coordinator has every member."""
+        """Starts every process and waits until each is ready."""
+        for proxy in self.proxies.values():
+            proxy.start()
         for process in self.processes.values():
             process.start()
         await asyncio.gather(*(asyncio.to_thread(process.wait_ready) for process in self.processes.values()))
@@ -81,10 +87,13 @@ class ChaosCluster:
         return codes
 
     def kill(self) -> None:
+        """Whatever still runs, in whatever state."""
         for process in self.processes.values():
             if process.running:
-                process.process.send_signal(18)  # type: ignore[union-attr]
+                process.signal(SIGCONT)
                 process.kill()
+        for proxy in self.proxies.values():
+            proxy.close()
 
     def client(self, coordinator: Victim) -> AsyncClient:
         """A long-lived one, as clients have."""
@@ -118,7 +127,7 @@ class ChaosCluster:
         return True
 
     def _process(self, model: Path, directory: Path, victim: Victim) -> RoleProcess:
-        args = ["--port", str(self.ports[victim])]
+        args = ["--port", str(self._ports[victim]), "--advertise", self.addresses[victim]]
         match victim.role:
             case Role.COORDINATOR:
                 args += ["--model", str(model)]

@@ -11,9 +11,12 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from kvrelay.types import Role
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.plan import Fault, Kind, Victim
+from tests.support.fault_proxy import FaultProxy
 
+SLOW_BYTES_PER_S = 2**20
 EXIT_LIMIT_S = 45.0  # of a process that was told to stop: its grace is 30 s
 RECOVERY_LIMIT_S = 60.0  # from the fault's end until the victim serves again; a start takes seconds on a busy machine
+POLL_S = 0.05
 LATE_S = 2.5  # after the recovery, in which a client may still hear of it: channels reconnect within a second
 
 
@@ -54,14 +57,17 @@ class Saboteur:
             and (record.fault.kind in _BREAKING or (record.fault.kind is Kind.TERMINATE and not accepted))
         )
 
-    async def run(self) -> None:
-        """Returns when every fault is over and every victim serves again, or its time for that is."""
+    async def run(self, seconds: float) -> None:
+        """Strikes for so long; faults that came too late for that by waiting for their turn are left out. Returns when
+        every fault is over and every victim serves again, or its time for that is."""
         started = time.monotonic()
         async with asyncio.TaskGroup() as strikes:
             for fault in self._faults:
                 await asyncio.sleep(started + fault.at_s - time.monotonic())
                 while any(other.victim.role is fault.victim.role for other in self.active):
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(POLL_S)
+                if time.monotonic() - started > seconds:
+                    return
                 record = FaultRecord(fault, time.monotonic())
                 self.records.append(record)
                 strikes.create_task(self._strike(record), name=str(fault))
@@ -81,18 +87,28 @@ class Saboteur:
                 process.signal(SIGSTOP)
                 await asyncio.sleep(fault.lasts_s)
                 process.signal(SIGCONT)
-            case _:
-                raise NotImplementedError(fault.kind)
+            case Kind.CUT:
+                await self._spoil(fault, lambda proxy: proxy.cut())
+            case Kind.SILENCE:
+                await self._spoil(fault, lambda proxy: proxy.pause())
+            case Kind.SLOW:
+                await self._spoil(fault, lambda proxy: proxy.throttle(SLOW_BYTES_PER_S))
         record.healed_at = time.monotonic()
         if not await self._cluster.wait_whole(fault.victim, RECOVERY_LIMIT_S):
             self._complain(f"{fault.victim.name} did not serve again within {RECOVERY_LIMIT_S:.0f} s", fault)
         record.recovered_at = time.monotonic()
 
+    async def _spoil(self, fault: Fault, spoil: Callable[[FaultProxy], None]) -> None:
+        proxy = self._cluster.proxies[fault.victim]
+        await asyncio.to_thread(spoil, proxy)
+        await asyncio.sleep(fault.lasts_s)
+        await asyncio.to_thread(proxy.heal)
+
     async def _exited(self, fault: Fault) -> None:
         process = self._cluster.processes[fault.victim]
         deadline = time.monotonic() + EXIT_LIMIT_S
         while process.running and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
         if process.running:
             self._complain(f"{fault.victim.name} did not exit within {EXIT_LIMIT_S:.0f} s", fault)
             process.signal(SIGKILL)

@@ -117,7 +117,9 @@ def _faults(records: Sequence[FaultRecord]) -> list[str]:
 
 def _silences(tries: Sequence[Try], records: Sequence[FaultRecord]) -> list[str]:
     now = time.monotonic()
-    during, calm, first = [], [], []
+    during: list[float] = []
+    calm: list[float] = []
+    first: list[float] = []
     for one in tries:
         silences = one.silences(now)
         if not silences or one.outcome is Outcome.FAILED:

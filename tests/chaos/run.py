@@ -91,7 +91,7 @@ class ChaosRun:
 
     async def _load_and_strike(self, load: Load, saboteur: Saboteur) -> None:
         loading = asyncio.create_task(load.run())
-        await asyncio.gather(saboteur.run(), asyncio.sleep(self._settings.seconds))
+        await asyncio.gather(saboteur.run(self._settings.seconds), asyncio.sleep(self._settings.seconds))
         load.stop()
         try:
             async with asyncio.timeout(LAST_ANSWERS_S):

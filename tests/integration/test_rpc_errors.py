@@ -194,7 +194,7 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", errors.OverloadedError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)", errors.InvalidRequestError),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", errors.DeadlineError),
-        (grpc.StatusCode.CANCELLED, "cancelled", errors.CancelledError),
+        (grpc.StatusCode.CANCELLED, "CANCELLED", errors.UnavailableError),
         (grpc.StatusCode.NOT_FOUND, "none", errors.NotFoundError),
         (grpc.StatusCode.INVALID_ARGUMENT, "bad", errors.InvalidRequestError),
         (grpc.StatusCode.ALREADY_EXISTS, "twice", errors.DuplicateRequestError),
