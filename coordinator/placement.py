@@ -64,11 +64,14 @@ class Placer:
         self._ticket = self._admission.enter(self._turn.set, self._now())
 
     def enter_again(self, *, refused: bool) -> None:
-        """Takes the first place. `refused`: the attempt found no room after all, so its wait goes on."""
+        """Takes the first place. `refused`: the attempt found no room after all (another coordinator's request may have
+        been faster), so its wait goes on."""
         if not refused:
             self._deadline = self._now() + self._limits.max_queue_wait_s
         self._turn.clear()
         self._ticket = self._admission.enter(self._turn.set, self._now(), front=True, refused=refused)
+        if refused:
+            self._cluster.look_again()
 
     def leave(self) -> None:
         """Gives up the place in the queue, if it still has one."""

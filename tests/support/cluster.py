@@ -120,13 +120,14 @@ class RoleProcess:
 
 @dataclass
 class Cluster:
-    """Coordinator, kvstore (optional), prefill and decode nodes."""
+    """Coordinators, kvstore (optional), prefill and decode nodes; every node serves all the coordinators."""
 
     model: Path
     directory: Path
     dtype: str = "float32"
     num_prefill: int = 1
     num_decode: int = 1
+    num_coordinators: int = 1
     with_store: bool = True
     num_blocks: int = 1024
     coordinator_args: list[str] = field(default_factory=list)
@@ -136,16 +137,23 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
-        self.address = f"127.0.0.1:{free_port()}"
-        args = ["--model", str(self.model), "--port", self.address.rpartition(":")[2]]
-        self.coordinator = self._role("coordinator", 0, [*args, *self.coordinator_args])
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(self.num_coordinators)]
+        self.coordinators = [self._coordinator(index) for index in range(self.num_coordinators)]
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
         self.store: RoleProcess | None = None
 
     @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def coordinator(self) -> RoleProcess:
+        return self.coordinators[0]
+
+    @property
     def roles(self) -> list[RoleProcess]:
-        return [self.coordinator, *([self.store] if self.store else []), *self.prefill, *self.decode]
+        return [*self.coordinators, *([self.store] if self.store else []), *self.prefill, *self.decode]
 
     def start(self) -> None:
         if self.with_store:
@@ -179,12 +187,16 @@ class Cluster:
 
     def _store_role(self) -> RoleProcess:
         path = self.directory / "store"
-        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", self.address]
+        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.addresses)]
         return self._role("kvstore", 0, [*args, *self.store_args])
+
+    def _coordinator(self, index: int) -> RoleProcess:
+        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2]]
+        return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
         args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]
-        args += ["--num-blocks", str(self.num_blocks), "--coordinator", self.address]
+        args += ["--num-blocks", str(self.num_blocks), "--coordinator", ",".join(self.addresses)]
         if self.store is not None:
             args += ["--kvstore", f"127.0.0.1:{self.store_port}"]
         return self._role(role, index, [*args, *extra])
