@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvrelay import ask
+from kvrelay.answer_printer import AnswerPrinter
 from kvrelay.client import AnswerEvent
+from kvrelay.client_command import write
 from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.inference import TokensGenerated
 from kvrelay.sampling import GeneratedToken
@@ -85,7 +87,7 @@ async def test_what_ends_an_answer_early_has_a_line_of_its_own(capsys: pytest.Ca
         raise UnavailableError("gone")
 
     with pytest.raises(UnavailableError):
-        await ask._collect(events(), show=True)
+        await ask._collect(events(), AnswerPrinter(1, write))
     assert capsys.readouterr().out == "half an ans\n"
 
 
