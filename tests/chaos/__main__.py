@@ -52,7 +52,7 @@ def settings_of(
         num_shapes=NUM_SHAPES[model],
         num_workers=NUM_WORKERS[model],
         kinds=tuple(kinds),
-        shape=Shape(num_coordinators=1),
+        shape=Shape(),
         command=f"python -m tests.chaos --seconds {seconds:g} --seed {seed} --model {model}",
     )
 

@@ -11,7 +11,7 @@ from kvrelay.sampling import SamplingParams
 
 NUM_FAMILIES = 3  # of prompts that begin alike
 LEAVING_SHARE = 0.15  # of the asks, whose client does not wait for the end
-SEVERAL = (1, 1)  # answers to one prompt, where there are several
+SEVERAL = (2, 3)  # answers to one prompt, where there are several
 BURST_SHARE = 0.3  # of the asks, which follow the one before at once
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 
 from kvrelay.client import AnswerEvent
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
-from kvrelay.inference import RequestAccepted, RequestFinished, TokenPrompt, TokensGenerated
+from kvrelay.inference import ChoiceFinished, RequestAccepted, RequestFinished, TokenPrompt, TokensGenerated
 from tests.chaos.asks import Ask, Leave, asks
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.expected import Expected
@@ -51,10 +51,13 @@ class Try:
             case RequestAccepted():
                 self.accepted_at, self.request_id = now, event.request_id
             case TokensGenerated():
-                self.choices[0].tokens += event.tokens
-                self.choices[0].text += event.text
+                self.choices[event.index].tokens += event.tokens
+                self.choices[event.index].text += event.text
                 if event.tokens:
                     self.token_times.append(now)
+            case ChoiceFinished():
+                choice = self.choices[event.index]
+                choice.reason, choice.stop_string = event.reason, event.stop_string
             case RequestFinished():
                 self.finished = event
                 self.choices[0].reason, self.choices[0].stop_string = event.reason, event.stop_string
@@ -132,7 +135,9 @@ class Load:
         client = self._cluster.client(self._cluster.coordinators[one.coordinator])
         prompt = TokenPrompt(expected.shape.prompt_ids)
         request_id = one.ask.name if one.ask.leave is Leave.CANCEL else ""
-        events = client.generate(prompt, expected.sampling, request_id=request_id, timeout_s=ANSWER_TIMEOUT_S)
+        events = client.generate(
+            prompt, expected.sampling, request_id=request_id, n=expected.shape.n, timeout_s=ANSWER_TIMEOUT_S
+        )
         async with aclosing(events):
             async for event in events:
                 one.take(event, time.monotonic())
