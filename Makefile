@@ -10,7 +10,7 @@ TESTS ?= tests/unit tests/integration tests/e2e
 KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native up test test-gpu test-kernels lint fmt fmt-check type check proto config-table
+.PHONY: help venv native up test test-gpu test-kernels chaos lint fmt fmt-check type check proto config-table
 .PHONY: bench bench-engine bench-peers bench-gpu clean
 
 help:  ## show the targets
@@ -40,6 +40,9 @@ test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own o
 test-kernels: $(INSTALLED)  ## run the Triton kernels in its interpreter, without a GPU; installs triton (670 MB)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet triton
 	$(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+
+chaos: $(INSTALLED)  ## kill, stop, cut and slow a cluster under load; ARGS="--seconds 1800 --seed 7", or --help
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(INSTALLED)  ## find mistakes
 	$(BIN)/ruff check .

@@ -7,12 +7,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.types import Role
 from tests.chaos.plan import Victim
 
-WARM_AFTER_S = 8.0  # of a process's life under load; what it takes in the next seconds is its level
-WARM_FOR_S = 8.0
-ALLOWED_BYTES = 32 * 2**20  # over its level at the end, beside ALLOWED_SHARE of it
-ALLOWED_SHARE = 0.10
+WARM_AFTER_S = 8.0  # of a process's life; the most it takes from then to the middle of its life is its level
+LEAST_LIFE_S = 24.0  # that a level can be told of
+ALLOWED_SHARE = 0.10  # over its level at the end, beside the bytes below
+_ALLOWED_MIB = {Role.PREFILL_NODE: 64, Role.DECODE_NODE: 64}  # torch's heap grows for minutes, ever more slowly
+_ALLOWED_MIB_OTHERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of one role: its level once warm (None: no process of it lived that long) and at the end."""
+    """Of one process: its level once warm (None: no process in its place lived long enough) and at the end."""
 
     victim: Victim
     warm_bytes: int | None
     end_bytes: int
 
     @property
+    def allowed_bytes(self) -> float:
+        allowed_mib = _ALLOWED_MIB.get(self.victim.role, _ALLOWED_MIB_OTHERS)
+        return (self.warm_bytes or 0) * (1 + ALLOWED_SHARE) + allowed_mib * 2**20
+
+    @property
     def is_bounded(self) -> bool:
-        return self.warm_bytes is None or self.end_bytes <= self.warm_bytes * (1 + ALLOWED_SHARE) + ALLOWED_BYTES
+        return self.warm_bytes is None or self.end_bytes <= self.allowed_bytes
 
 
 def rss_bytes(pid: int) -> int | None:
@@ -70,10 +77,8 @@ class MemoryWatch:
 
 
 def warm_level(samples: list[Sample]) -> int | None:
-    """The most it took in its first seconds of being warm; None when it was not watched through them."""
-    if not samples or samples[-1].age_s < WARM_AFTER_S + WARM_FOR_S:
+    """The most it took between being warm and the middle of its life; None when it was not watched long enough."""
+    if not samples or samples[-1].age_s < LEAST_LIFE_S:
         return None
-    return max(
-        (sample.rss_bytes for sample in samples if WARM_AFTER_S <= sample.age_s <= WARM_AFTER_S + WARM_FOR_S),
-        default=None,
-    )
+    middle_s = samples[-1].age_s / 2
+    return max(sample.rss_bytes for sample in samples if WARM_AFTER_S <= sample.age_s <= middle_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -104,6 +105,19 @@ async def test_each_error_comes_back_as_it_was_raised(error_class: type[KVRelayE
     assert caught.value.message == "ünlike: 3 of 2 blocks"
     assert caught.value.retry_after_s == 0.25
     assert counted == [error_class.code]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_is_counted_as_open_until_it_is_over(kind: str) -> None:
+    changes: list[int] = []
+    raising = Raising(NotFoundError("why"))
+    async with serving(raising.register, on_open=lambda method, change: changes.append(change)) as port:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(NotFoundError):
+                await call(channel, kind)
+        async with asyncio.timeout(5.0):
+            while changes != [1, -1]:
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("error_class", ERRORS)
