@@ -53,7 +53,7 @@ def settings_of(
         num_workers=NUM_WORKERS[model],
         kinds=tuple(kinds),
         shape=Shape(),
-        command=f"python -m tests.chaos --seconds {seconds:g} --seed {seed} --model {model}",
+        command=f"python -m tests.chaos --seconds {seconds:g} --seed {seed} --model {model} --kinds {_names(kinds)}",
     )
 
 
@@ -65,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kinds", type=_kinds, default=ALL_KINDS, help="of faults, with commas between; default: all")
     parser.add_argument("--directory", help="for logs and stores; default: a new temporary one")
     return parser
+
+
+def _names(kinds: Sequence[Kind]) -> str:
+    return ",".join(kind.value for kind in kinds)
 
 
 def _kinds(text: str) -> tuple[Kind, ...]:

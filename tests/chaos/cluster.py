@@ -80,10 +80,11 @@ class ChaosCluster:
         """Drains every process, coordinators first; exit codes."""
         for client in self._clients.values():
             await client.close()
-        codes = {}
-        for victim, process in self.processes.items():
-            if process.running:
-                codes[victim] = await asyncio.to_thread(process.stop)
+        codes: dict[Victim, int] = {}
+        for group in (self.coordinators, self.nodes):
+            running = [victim for victim in group if self.processes[victim].running]
+            stops = (asyncio.to_thread(self.processes[victim].stop) for victim in running)
+            codes.update(zip(running, await asyncio.gather(*stops), strict=True))
         return codes
 
     def kill(self) -> None:

@@ -9,10 +9,10 @@ import pytest
 from tests.chaos.__main__ import settings_of
 from tests.chaos.run import run_chaos
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SEED = 4
-SECONDS = 75.0
+SECONDS = 70.0  # under two minutes in all on a quiet machine
 
 
 async def test_whatever_dies_every_answer_is_right_and_nothing_is_left(tmp_path: Path) -> None:
