@@ -53,6 +53,11 @@ class ClientAnswer:
     finished: RequestFinished | None = None
 
     @property
+    def tokens(self) -> list[GeneratedToken]:
+        """Of all answers, one after another."""
+        return [token for _, choice in sorted(self.choices.items()) for token in choice.tokens]
+
+    @property
     def gaps_s(self) -> list[float]:
         """Of all answers."""
         return [gap for choice in self.choices.values() for gap in choice.gaps_s]

@@ -84,6 +84,13 @@ def two_answers() -> ClientAnswer:
     return answer
 
 
+def test_what_all_answers_have_together() -> None:
+    answer = two_answers()
+    assert [token.token_id for token in answer.tokens] == [4, 5, 8]
+    assert answer.gaps_s == [0.5]
+    assert answer.first_token_s == 0.25
+
+
 def test_facts_of_several_answers() -> None:
     assert facts(two_answers()) == (
         "[100 prompt tokens (none cached) | 2 answers, 3 tokens out (1 stop, 1 length) | TTFT 250 ms | "
