@@ -17,7 +17,7 @@ from tests.support.kv_frames_in_http2 import (
     RST_STREAM,
     Http2Frame,
     Http2Reader,
-    MessageStart,
+    PartStart,
     ScanState,
     scan,
 )
@@ -34,7 +34,7 @@ class Faults(Protocol):
     def links(self, connection: Connection) -> Iterable[LinkFault]:
         """Those that apply to the connection now."""
 
-    def catch(self, connection: Connection, direction: Direction, message: MessageStart) -> Hold | None:
+    def catch(self, connection: Connection, direction: Direction, message: PartStart) -> Hold | None:
         """Asked once for each message: the hold that it is not to pass, if any."""
 
     def take_flip(self, connection: Connection, direction: Direction, kind: int | None) -> bool:
