@@ -129,8 +129,8 @@ class FaultProxy:
         )
 
     def hold_reply(self, matches: Callable[[bytes], bool], *, pid: int | None = None) -> Hold:
-        """Arms a stop before the next message to a client whose first bytes (up to HEAD_BYTES) match. What follows it
-        on the connection waits as well, pings too: after 4 s the client takes the server for dead."""
+        """Arms a stop before the next message to a client whose first bytes (up to HEAD_BYTES) match. The messages that
+        follow it on the connection wait as well; pings are answered."""
         return self._arm(
             Hold("such a reply", lambda message: matches(message.head), 1, pid, Direction.TO_CLIENT, self._release)
         )

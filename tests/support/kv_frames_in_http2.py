@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvrelay.kv.frame import HEADER_BYTES, MAGIC
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # what a client says first
-DATA, RST_STREAM = 0x0, 0x3  # kinds of frames: RFC 9113, section 6
+DATA, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0x0, 0x3, 0x4, 0x6, 0x8  # kinds of frames: RFC 9113, section 6
 END_STREAM = 0x1  # a flag of DATA
 
 _FRAME_HEADER_BYTES = 9
