@@ -63,7 +63,7 @@ class InFlight:
         self.token_ids: list[int] = []
         self.finished: RequestFinished | None = None
         self.error: KVRelayError | None = None
-        self.ended_at = 0.0
+        self.ended_at = 0.0  # not over yet, or given up by the test
         self.task: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
@@ -90,8 +90,7 @@ class InFlight:
                     self.finished = event
         except KVRelayError as error:
             self.error = error
-        finally:
-            self.ended_at = time.monotonic()
+        self.ended_at = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -165,22 +164,23 @@ class Flight:
         raise AssertionError(f"no request {stage.value} went to {self.victim.log_path.stem}")
 
     async def _launch_to_the_end(self) -> None:
-        hold = self._hold_last_word()
+        node, hold = self._hold_last_word()
         for _ in range(MAX_TRIES):
             pair = [self.launch(Stage.AT_END), self.launch(Stage.AT_END)]
             if await _caught(hold, pair):
-                self.held.append(HeldStream(hold, (self.victim,)))
+                self.held.append(HeldStream(hold, (node,)))
                 return
         raise AssertionError(f"no answer ended on {self.victim.log_path.stem}")
 
-    def _hold_last_word(self) -> Hold:
-        cluster = self.cluster
-        if self.victim is cluster.coordinator:
-            proxy, pid, first_byte = cluster.proxy(cluster.coordinator), os.getpid(), REQUEST_FINISHED
-        else:
-            node = cluster.decode[0] if self.victim is cluster.store else self.victim
-            proxy, pid, first_byte = cluster.proxy(node), cluster.coordinator.pid, NODE_FINISHED
-        return proxy.hold_reply(lambda head: head.startswith(first_byte), pid=pid)
+    def _hold_last_word(self) -> tuple[RoleProcess, Hold]:
+        """Of the victim; of a decode node, if the victim says none."""
+        cluster, node = self.cluster, self.victim
+        if node is cluster.store:
+            node = cluster.decode[0]
+        pid, first_byte = cluster.coordinator.pid, NODE_FINISHED
+        if node is cluster.coordinator:
+            pid, first_byte = os.getpid(), REQUEST_FINISHED
+        return node, cluster.proxy(node).hold_reply(lambda head: head.startswith(first_byte), pid=pid)
 
 
 async def _caught(hold: Hold, requests: list[InFlight]) -> bool:
