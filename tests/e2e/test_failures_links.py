@@ -22,10 +22,9 @@ from tests.support import golden
 from tests.support.answers import ask, wait_until_quiet
 from tests.support.cluster import RoleProcess, running
 from tests.support.fault_proxy import FaultProxy
-from tests.support.in_flight import HELD_BEFORE, PROMPT_TOKENS, InFlight, Stage, flight, make_prompt, until
+from tests.support.in_flight import HELD_BEFORE, PROMPT_TOKENS, InFlight, Reference, Stage, flight, make_prompt, until
 from tests.support.link_faults import Direction
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -43,8 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
+def reference(model: Path) -> Reference:
+    return Reference(model)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +82,7 @@ async def handoff(cluster: ProxiedCluster, client: AsyncClient, stage: Stage) ->
         yield Handoff(under_way.requests[0], prefill, decode, cluster.proxy(decode), stream.hold.release)
 
 
-async def right_answer(
-    request: InFlight, reference: ReferenceEngine, *, retries: int, bound_s: float = BOUND_S
-) -> None:
+async def right_answer(request: InFlight, reference: Reference, *, retries: int, bound_s: float = BOUND_S) -> None:
     assert request.task is not None
     async with asyncio.timeout(bound_s):
         await request.task
@@ -108,7 +105,7 @@ def total(nodes: list[RoleProcess], name: str, **labels: str) -> float:
     "kind", [FrameKind.BEGIN, FrameKind.BLOCK, FrameKind.TAIL, FrameKind.END], ids=lambda it: it.name
 )
 async def test_a_frame_that_is_corrupt_on_the_wire_is_refused_counted_and_sent_again(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, kind: FrameKind
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, kind: FrameKind
 ) -> None:
     counted = total(cluster.decode, "kvrelay_handoffs_refused_total", code="corrupt_block")
     for node in cluster.decode:
@@ -120,7 +117,7 @@ async def test_a_frame_that_is_corrupt_on_the_wire_is_refused_counted_and_sent_a
 
 
 async def test_a_block_that_the_store_sends_corrupt_is_a_miss(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     assert cluster.store is not None
     prompt_ids, sampling = make_prompt(PROMPT_TOKENS, next(seeds)), SamplingParams(temperature=0, max_tokens=4, seed=1)
@@ -137,7 +134,7 @@ async def test_a_block_that_the_store_sends_corrupt_is_a_miss(
 
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
 async def test_http2_that_is_corrupt_costs_only_time(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, stage: Stage
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, stage: Stage
 ) -> None:
     async with handoff(cluster, client, stage) as held:
         held.proxy.corrupt_raw(pid=held.prefill.pid)
@@ -154,7 +151,7 @@ async def test_http2_that_is_corrupt_costs_only_time(
 
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
 async def test_the_link_of_a_pair_breaks(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, stage: Stage
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, stage: Stage
 ) -> None:
     async with handoff(cluster, client, stage) as held:
         held.proxy.cut(held.prefill.pid)
@@ -164,7 +161,7 @@ async def test_the_link_of_a_pair_breaks(
 
 
 async def test_the_link_of_a_pair_goes_silent(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     async with handoff(cluster, client, Stage.MID_STREAM) as held:
         held.proxy.pause(held.prefill.pid)
@@ -175,7 +172,7 @@ async def test_the_link_of_a_pair_goes_silent(
 
 
 async def test_the_word_that_a_handoff_was_committed_is_lost(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     """It stands all the same: the answer goes on, nothing is retried or counted twice."""
     async with handoff(cluster, client, Stage.BEFORE_COMMIT) as held:
@@ -192,7 +189,7 @@ async def test_the_word_that_a_handoff_was_committed_is_lost(
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 async def test_the_coordinator_does_not_reach_a_node_whose_join_stream_lives(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, stage: Stage, kind: str
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, stage: Stage, kind: str
 ) -> None:
     async with handoff(cluster, client, stage) as held:
         node = held.prefill if kind == "prefill" else held.decode
@@ -210,7 +207,7 @@ async def test_the_coordinator_does_not_reach_a_node_whose_join_stream_lives(
 
 
 async def test_a_node_whose_join_stream_breaks_goes_on_with_its_work(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     async with handoff(cluster, client, Stage.MID_STREAM) as held:
         for node in (held.decode, held.prefill):
