@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrelay.kv.frame import FrameKind
-from tests.support.kv_frames_in_http2 import MessageStart
+from tests.support.kv_frames_in_http2 import PartStart
 from tests.support.link_faults import Direction, Hold, LinkFault, Pace
 from tests.support.relayed_connection import Connection, reset
 from tests.support.socket_owner import socket_inode
@@ -129,8 +129,8 @@ class FaultProxy:
         )
 
     def hold_reply(self, matches: Callable[[bytes], bool], *, pid: int | None = None) -> Hold:
-        """Arms a stop before the next message to a client whose first bytes (up to HEAD_BYTES) match. What follows it
-        on the connection waits as well, pings too: after 4 s the client takes the server for dead."""
+        """Arms a stop before the next message to a client whose first bytes (up to HEAD_BYTES) match. The messages that
+        follow it on the connection wait as well; pings are answered."""
         return self._arm(
             Hold("such a reply", lambda message: matches(message.head), 1, pid, Direction.TO_CLIENT, self._release)
         )
@@ -145,7 +145,7 @@ class FaultProxy:
     def links(self, connection: Connection) -> Iterable[LinkFault]:
         return [link for pid, link in self._links.items() if pid is None or connection.belongs_to(pid)]
 
-    def catch(self, connection: Connection, direction: Direction, message: MessageStart) -> Hold | None:
+    def catch(self, connection: Connection, direction: Direction, message: PartStart) -> Hold | None:
         if message.kv_kind is not None:
             self.num_kv_frames[direction, message.kv_kind] += 1
         for hold in self._holds:

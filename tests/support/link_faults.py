@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tests.support.kv_frames_in_http2 import MessageStart
+from tests.support.kv_frames_in_http2 import PartStart
 
 
 class Direction(Enum):
@@ -51,7 +51,7 @@ class Hold:
     def __init__(
         self,
         what: str,
-        matches: Callable[[MessageStart], bool],
+        matches: Callable[[PartStart], bool],
         nth: int,
         pid: int | None,
         direction: Direction,
@@ -80,7 +80,7 @@ class Hold:
         """Lets the stream go on, or forgets a stage that was not reached."""
         self._release(self)
 
-    def concerns(self, message: MessageStart) -> bool:
+    def concerns(self, message: PartStart) -> bool:
         return not self.is_reached and self._matches(message)
 
     def catches(self) -> bool:

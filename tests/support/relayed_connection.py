@@ -14,10 +14,13 @@ from typing import Protocol
 from tests.support.kv_frames_in_http2 import (
     DATA,
     END_STREAM,
+    PING,
     RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
     Http2Frame,
     Http2Reader,
-    MessageStart,
+    PartStart,
     ScanState,
     scan,
 )
@@ -34,7 +37,7 @@ class Faults(Protocol):
     def links(self, connection: Connection) -> Iterable[LinkFault]:
         """Those that apply to the connection now."""
 
-    def catch(self, connection: Connection, direction: Direction, message: MessageStart) -> Hold | None:
+    def catch(self, connection: Connection, direction: Direction, message: PartStart) -> Hold | None:
         """Asked once for each message: the hold that it is not to pass, if any."""
 
     def take_flip(self, connection: Connection, direction: Direction, kind: int | None) -> bool:
@@ -119,8 +122,8 @@ class Pump:
         self._direction = direction
         self._http2 = Http2Reader(from_client=direction is Direction.TO_SERVER) if frames else None
         self._streams: dict[int, _Stream] = {}
-        # Of a server's direction: all that comes after a message that is held. One stream's HEADERS cannot wait while
-        # another's pass, since HPACK compresses each by those before it.
+        # Of a server's direction: what comes after a message that is held, of every stream. One stream's HEADERS cannot
+        # wait while another's pass, since HPACK compresses each by those before it.
         self._stop: Hold | None = None
         self._waiting: list[Http2Frame] = []
         self._sending = asyncio.Lock()
@@ -157,7 +160,7 @@ class Pump:
 
     def _take(self, frame: Http2Frame) -> bytes:
         """What of the frame may leave now; the rest is held."""
-        if self._stop is not None:
+        if self._stop is not None and frame.kind not in (SETTINGS, PING, WINDOW_UPDATE):
             self._waiting.append(frame)
             return b""
         if frame.kind == RST_STREAM and (over := self._streams.pop(frame.stream_id, None)):
