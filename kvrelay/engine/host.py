@@ -26,6 +26,9 @@ from kvrelay.rpc.memberships import Memberships
 from kvrelay.types import BlockHash, InstanceId, Role
 
 HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
+# Watchdog times that one step may hang before only a restart helps. A step that is merely slow (a machine that swaps, a
+# device that resets) ends well before; a restart costs the model's load and every block cached here, so it comes late.
+HOPELESS_WATCHDOGS = 6
 
 C = TypeVar("C", bound=EngineCore)
 
@@ -165,3 +168,12 @@ class EngineHost(Generic[C]):
             self.changed()
         if stuck:
             self._on_stuck()
+        self._look_at_life()
+
+    def _look_at_life(self) -> None:
+        busy_s = self.engine.busy_s(time.monotonic())
+        hopeless = busy_s > HOPELESS_WATCHDOGS * self._config.watchdog_s
+        self.readiness.set_alive(
+            not (self.engine.died or hopeless),
+            "the engine thread has ended" if self.engine.died else f"one engine step has taken {busy_s:.0f} s so far",
+        )

@@ -26,6 +26,9 @@ START_TIMEOUT_S = 180.0  # two cores may be shared by much else
 STOP_TIMEOUT_S = 30.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
 
+# A PyDLL's function does not give the interpreter up, as a long computation in an extension may not.
+BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).usleep(8_000_000)); "
+
 
 def free_port() -> int:
     """A port nobody listens on now, for a role that must come back on the same one."""
@@ -45,10 +48,13 @@ class RoleProcess:
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
     metrics_port: int = 0
+    busy_signal: bool = False  # SIGUSR1 keeps its interpreter busy for 8 s
 
     def start(self) -> None:
         self.metrics_port = free_port()
         entry = "from kvrelay.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+        if self.busy_signal:
+            entry = BUSY_ENTRY + entry
         if self.role in WITHOUT_TORCH:
             entry = "import sys; sys.modules['torch'] = None; " + entry
         command = [sys.executable, "-c", entry, self.role, *self.args, "--metrics-port", str(self.metrics_port)]
@@ -139,6 +145,7 @@ class Cluster:
     prefill_args: list[str] = field(default_factory=list)
     decode_args: list[str] = field(default_factory=list)
     store_args: list[str] = field(default_factory=list)
+    busy_signal: bool = False
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
@@ -188,7 +195,7 @@ class Cluster:
         return "\n".join(f"--- {role.log_path.stem}\n{role.log()}" for role in self.roles)
 
     def _role(self, role: str, index: int, args: list[str]) -> RoleProcess:
-        return RoleProcess(role, args, self.directory / f"{role}-{index}.log")
+        return RoleProcess(role, args, self.directory / f"{role}-{index}.log", busy_signal=self.busy_signal)
 
     def _store_role(self) -> RoleProcess:
         path = self.directory / "store"

@@ -93,8 +93,8 @@ async def several_ends(
             await closing.enter_async_context(_coordinator(f"coordinator-{number}", prefill, decode, settings))
             for number in range(1, num_coordinators + 1)
         ]
+        closing.push_async_callback(_stop_nodes, ours[0])
         for node in ours[0].nodes:
-            closing.push_async_callback(node.stop)
             await node.start(*(one.address for one in ours))
         for one in ours:
             await one.until_status(lambda status: _num_ready(status) == num_prefill + num_decode)
@@ -122,6 +122,12 @@ async def _coordinator(
         finally:
             await app.close()
             await server.stop(None)
+
+
+async def _stop_nodes(cluster: Ends) -> None:
+    """Those that are there at the end: a test may have put others in."""
+    for node in cluster.nodes:
+        await node.stop()
 
 
 def _num_ready(status: ClusterStatus) -> int:
