@@ -83,7 +83,7 @@ class Receiver:
         for frame in frames:
             index = checker.accept(frame)
             node.cache.write_slab(request.entry.block_ids[index], frame.payload)
-            node.metrics.block_received()
+        node.metrics.blocks_received(len(frames))
         return self._end(end, checker) if end is not None else None
 
     def _end(self, frame: Frame, checker: HandoffChecker) -> HandoffEnd:

@@ -44,6 +44,7 @@ class PagedKVCache:
         # One row a token position, K or V, of one layer: what `store` writes to.
         self.rows = all_blocks.view(-1, layout.num_kv_heads, layout.head_dim)
         self._all_blocks = all_blocks
+        self._slab_bytes = layout.slab_bytes
         self._bytes = _raw_bytes(self.tensor) if not self.tensor.is_cuda else None
         self._copies = _SlabCopies(all_blocks) if self.tensor.is_cuda else None
 
@@ -96,7 +97,7 @@ class PagedKVCache:
         if self._copies is not None:
             return list(self._copies.read(block_ids))
         assert self._bytes is not None
-        size = self.layout.slab_bytes
+        size = self._slab_bytes
         return [self._bytes[block_id * size : (block_id + 1) * size].toreadonly() for block_id in block_ids]
 
     def write_slab(self, block_id: BlockId, payload: bytes | bytearray | memoryview) -> None:
@@ -105,14 +106,14 @@ class PagedKVCache:
         On CUDA the copy may still be under way at the return: `order_after_writes` before what reads it on the device.
         """
         source = memoryview(payload).cast("B")
-        if source.nbytes != self.layout.slab_bytes:
-            raise CorruptBlockError(f"a slab of {source.nbytes} bytes; this layout's have {self.layout.slab_bytes}")
+        if source.nbytes != self._slab_bytes:
+            raise CorruptBlockError(f"a slab of {source.nbytes} bytes; this layout's have {self._slab_bytes}")
         if self._copies is not None:
             self._copies.write(block_id, source)
             return
         assert self._bytes is not None
-        start = block_id * self.layout.slab_bytes
-        self._bytes[start : start + self.layout.slab_bytes] = source
+        start = block_id * self._slab_bytes
+        self._bytes[start : start + self._slab_bytes] = source
 
     def order_after_writes(self) -> None:
         """What the calling thread queues from now on runs after every slab written so far; the host does not wait."""
