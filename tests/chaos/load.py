@@ -17,6 +17,7 @@ from tests.chaos.asks import Ask, Leave, asks
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.expected import Expected
 from tests.chaos.judge import ReceivedChoice, judge_beginning, judge_whole
+from tests.chaos.stalls import StallWatch
 
 ANSWER_TIMEOUT_S = 90.0  # far more than any answer and any fault takes
 CANCEL_TIMEOUT_S = 5.0
@@ -26,6 +27,7 @@ class Outcome(Enum):
     ANSWERED = "answered"
     LEFT = "left early"
     FAILED = "failed honestly"  # the client's own coordinator was down; it asks the other one
+    STALLED = "machine stalled"  # failed honestly in or soon after a time in which this process was not run
     WRONG = "WRONG"
 
 
@@ -77,13 +79,20 @@ class Load:
     accepted)` tells whether a failure was the coordinator's death."""
 
     def __init__(
-        self, cluster: ChaosCluster, expected: Sequence[Expected], seed: int, num_workers: int, excuses: Excuses
+        self,
+        cluster: ChaosCluster,
+        expected: Sequence[Expected],
+        seed: int,
+        num_workers: int,
+        excuses: Excuses,
+        stalls: StallWatch,
     ) -> None:
         self._cluster = cluster
         self._expected = expected
         self._seed = seed
         self._num_workers = num_workers
         self._excuses = excuses
+        self._stalls = stalls
         self._stopping = asyncio.Event()
         self.tries: list[Try] = []
 
@@ -169,4 +178,6 @@ class Load:
         accepted = one.accepted_at is not None
         if error.retryable and self._excuses(one.coordinator, one.started_at, ended_at, accepted):
             return Outcome.FAILED
+        if error.retryable and self._stalls.touches(one.started_at, ended_at):
+            return Outcome.STALLED
         return Outcome.WRONG

@@ -15,6 +15,7 @@ from tests.chaos.faults import FaultRecord, Saboteur
 from tests.chaos.load import Load, Outcome, Try
 from tests.chaos.memory import MemoryWatch
 from tests.chaos.plan import Fault, Kind
+from tests.chaos.stalls import StallWatch
 
 NUM_SHOWN = 5  # violations in full
 AROUND_S = 15.0  # of the plan, on both sides of a violation
@@ -40,9 +41,12 @@ def progress(started: float, load: Load, saboteur: Saboteur, num_violations: int
     )
 
 
-def summary(cluster: ChaosCluster, load: Load, records: Sequence[FaultRecord], memory: MemoryWatch) -> str:
+def summary(
+    cluster: ChaosCluster, load: Load, records: Sequence[FaultRecord], memory: MemoryWatch, stalls: StallWatch
+) -> str:
     lines = ["", "requests", *_requests(load.tries), "", "faults", *_faults(records)]
     lines += ["", "time without a token, of requests whose own coordinator was well", *_silences(load.tries, records)]
+    lines += ["", f"stalls of the machine: {len(stalls.stalls)}, worst {stalls.worst_s:.1f} s"]
     return "\n".join([*lines, "", "processes at the end", *_processes(cluster, memory)])
 
 
@@ -122,7 +126,7 @@ def _silences(tries: Sequence[Try], records: Sequence[FaultRecord]) -> list[str]
     first: list[float] = []
     for one in tries:
         silences = one.silences(now)
-        if not silences or one.outcome is Outcome.FAILED:
+        if not silences or one.outcome in (Outcome.FAILED, Outcome.STALLED):
             continue
         longest = max(end - start for start, end in silences)
         touched = any(record.overlaps(one.started_at, one.ended_at or now) for record in records)

@@ -20,6 +20,7 @@ from tests.chaos.load import Load, Outcome
 from tests.chaos.memory import MemoryWatch
 from tests.chaos.plan import Fault, Kind, plan_faults
 from tests.chaos.report import Violation
+from tests.chaos.stalls import StallWatch
 
 PROGRESS_S = 5.0
 LAST_ANSWERS_S = 120.0  # for what runs when the load stops
@@ -47,6 +48,7 @@ class ChaosRun:
         self._say = say
         self._cluster = ChaosCluster(settings.model, settings.directory, settings.shape)
         self._memory = MemoryWatch()
+        self._stalls = StallWatch()
         self.violations: list[Violation] = []
         self._started = 0.0
 
@@ -58,14 +60,14 @@ class ChaosRun:
         expected = await self._prepare()
         self._started = time.monotonic()
         saboteur = Saboteur(self._cluster, faults, self._complain)
-        load = Load(self._cluster, expected, settings.seed, settings.num_workers, saboteur.excuses)
-        watching = asyncio.create_task(self._watch(load, saboteur))
+        load = Load(self._cluster, expected, settings.seed, settings.num_workers, saboteur.excuses, self._stalls)
+        watching = asyncio.gather(self._watch(load, saboteur), self._stalls.run())
         try:
             await self._load_and_strike(load, saboteur)
             await self._check()
         finally:
             watching.cancel()
-        self._say(report.summary(self._cluster, load, saboteur.records, self._memory))
+        self._say(report.summary(self._cluster, load, saboteur.records, self._memory, self._stalls))
         self._collect(load)
         await self._drain()
         self._show(saboteur, expected, faults)
