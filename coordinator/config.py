@@ -12,7 +12,9 @@ from kvrelay.config import RoleConfig, option
 class CoordinatorConfig(RoleConfig):
     model: Path = option(help="GGUF file or Hugging Face directory whose tokenizer and chat template are used")
     model_name: str = option("", "name that clients ask for; default: the file's or directory's")
-    max_queue: int = option(256, "requests that may wait for room; more are turned away", minimum=1)
+    max_queue: int = option(
+        256, "answers that may wait for room, n of a request for n; more are turned away", minimum=1
+    )
     max_queue_wait_s: float = option(60.0, "longest wait of a request for room", unit="s", minimum=0.1)
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)

@@ -58,10 +58,10 @@ class Placer:
         self._ticket: Ticket | None = None
         self._deadline = 0.0
 
-    def enter(self) -> None:
-        """Takes a place at the end of the queue. Raises OverloadedError when that is full."""
+    def enter(self, *, front: bool) -> None:
+        """Takes a place at the end of the queue, or the first. Raises OverloadedError when the end is full."""
         self._deadline = self._now() + self._limits.max_queue_wait_s
-        self._ticket = self._admission.enter(self._turn.set, self._now())
+        self._ticket = self._admission.enter(self._turn.set, self._now(), front=front)
 
     def enter_again(self, *, refused: bool) -> None:
         """Takes the first place. `refused`: the attempt found no room after all (another coordinator's request may have
