@@ -71,6 +71,6 @@ class Flow:
             count_retry(self.state, "prefill", "the prefill node", error, self._limits, self._on_retry)
         else:
             count_retry(self.state, "decode", placement.address, error, self._limits, self._on_retry)
-            self.state.avoid.add(placement.decode.info.instance_id)
+            self.state.avoid.add((placement.decode.info.instance_id,))
         self.lifetime.take(Edge.RESUMED)
         self._placer.enter_again(refused=False)

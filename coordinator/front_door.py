@@ -63,7 +63,7 @@ class FrontDoor:
             max_queue_wait_s=config.max_queue_wait_s,
             max_retries=config.max_retries,
             local_tail_tokens=config.local_tail_tokens,
-            no_node_wait_s=config.member_timeout_s,
+            no_node_wait_s=config.no_node_wait_s,
             request_timeout_s=config.request_timeout_s,
         )
         self._node_ids = (f"#{instance_id[:16]}.{number:x}" for number in itertools.count(1))

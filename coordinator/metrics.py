@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coordinator.lifetime import Edge, Stage
@@ -42,8 +44,17 @@ class CoordinatorMetrics:
         self._errors = counter("kvrelay_errors_total", "Requests that failed or were refused, by error code.", "code")
         self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
         self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of answers.", "edge")
+        self._open_circuits = Gauge(
+            "kvrelay_circuits_open",
+            "Nodes and links between two that failed lately and are asked last.",
+            registry=registry,
+        )
         self._running = Gauge("kvrelay_requests_running", "Answers that nodes compute.", registry=registry)
         self._waiting = Gauge("kvrelay_requests_waiting", "Answers that wait for room.", registry=registry)
+
+    def watch_circuits(self, num_open: Callable[[], int]) -> None:
+        """`num_open` is called by whoever scrapes, on another thread."""
+        self._open_circuits.set_function(num_open)
 
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()

@@ -20,7 +20,14 @@ import grpc
 
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import CancelledError, CorruptBlockError, KVRelayError, UnavailableError
+from kvrelay.errors import (
+    CancelledError,
+    CorruptBlockError,
+    DeadlineError,
+    HandoffFailedError,
+    KVRelayError,
+    UnavailableError,
+)
 from kvrelay.kv.frame import (
     Frame,
     FrameKind,
@@ -237,9 +244,10 @@ class HandoffSender:
         return self._named(UnavailableError(f"no progress on the KV stream for {self._stall_s:g} s"))
 
     def _named(self, error: KVRelayError) -> KVRelayError:
-        """Says that the decode node failed, not this one. A call it cancelled under us means that it is going away."""
-        if isinstance(error, CancelledError):
-            error = UnavailableError(error.message)
+        """Says that the way to the decode node failed, not this node. A call cancelled under us means that it is going
+        away; what it refused in so many words keeps its kind."""
+        if isinstance(error, CancelledError | UnavailableError | DeadlineError):
+            error = HandoffFailedError(error.message)
         error.message = f"decode node {self._target.address}: {error.message}"
         error.args = (error.message,)
         return error
