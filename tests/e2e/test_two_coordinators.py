@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NUM_NODES = 4
 LEASE_S = 10.0  # a decode node's default

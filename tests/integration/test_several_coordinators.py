@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from kvrelay.cluster import ClusterStatus
 from kvrelay.errors import KVRelayError, OverloadedError
-from tests.support.coordinator_ends import TIMEOUT_S, greedy, several_ends
+from tests.support.coordinator_ends import TIMEOUT_S, Ends, greedy, several_ends
 from tests.support.fake_nodes import ANSWER_IDS
 
 
@@ -41,14 +42,31 @@ async def test_many_at_once_share_a_node_too_small_for_all(num_each: int) -> Non
 
 
 async def test_a_prefill_slot_that_the_others_request_took_is_waited_for() -> None:
-    """The node tells of no change afterwards: the slot was free again before the refusal was heard."""
+    """Nothing tells of a change afterwards: no decode node takes part, and the slot is free again in the status that
+    came before the refusal was heard."""
     async with several_ends(2) as (_, second):
         node = second.prefill[0]
         node.at["start"].failures = [OverloadedError("another one was faster")]
-        async with asyncio.timeout(TIMEOUT_S):
-            answer = await second.ask()
-        assert answer.token_ids == ANSWER_IDS
+        node.at["start"].hold()
+        asked = asyncio.create_task(second.ask(sampling=greedy(max_tokens=1)))
+        await node.until_reached("start")
+        for _ in range(2):
+            await until_it_reports(second)
+        node.at["start"].let_go()
+        answer = await asked
+        assert answer.token_ids == ANSWER_IDS[:1]
         assert answer.finished.retries == 0
+
+
+async def until_it_reports(cluster: Ends) -> None:
+    """Returns once the coordinator has heard from every node again."""
+    now = asyncio.get_running_loop().time
+    began = now()
+
+    def all_since(status: ClusterStatus) -> bool:
+        return all(now() - report.age_s > began for report in status.nodes)
+
+    await cluster.until_status(all_since)
 
 
 async def test_one_that_ends_leaves_the_others_requests_alone() -> None:
