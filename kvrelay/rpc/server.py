@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
-from kvrelay.rpc import convert_errors, health
+from kvrelay.rpc import convert_errors, grpc_log, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from kvrelay.rpc.raw import KV_TRANSFER
 
@@ -38,6 +38,7 @@ def make_server(
 ) -> grpc.aio.Server:
     """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one, `on_open`
     those that handlers are at work on."""
+    grpc_log.calm()
     options = (
         *KEEPALIVE_OPTIONS,
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
