@@ -61,12 +61,14 @@ class ChaosRun:
         self._started = time.monotonic()
         saboteur = Saboteur(self._cluster, faults, self._complain)
         load = Load(self._cluster, expected, settings.seed, settings.num_workers, saboteur.excuses, self._stalls)
-        watching = asyncio.gather(self._watch(load, saboteur), self._stalls.run())
+        watching = [asyncio.create_task(self._watch(load, saboteur)), asyncio.create_task(self._stalls.run())]
         try:
             await self._load_and_strike(load, saboteur)
             await self._check()
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
         self._say(report.summary(self._cluster, load, saboteur.records, self._memory, self._stalls))
         self._collect(load)
         await self._drain()
