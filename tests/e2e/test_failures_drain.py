@@ -18,7 +18,7 @@ from kvrelay.cluster import NodeReport
 from kvrelay.errors import UnavailableError
 from tests.support.answers import wait_until_quiet
 from tests.support.cluster import RoleProcess, running
-from tests.support.in_flight import LONG_ANSWER, InFlight, Reference, Stage, flight, until
+from tests.support.in_flight import IN_CHUNKS, LONG_ANSWER, InFlight, Reference, Stage, flight, until
 from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.tiny_model import make_tiny_model
 
@@ -41,7 +41,8 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
-    shape = ProxiedCluster(model, tmp_path_factory.mktemp("drain"), num_prefill=2, num_decode=2, num_blocks=256)
+    directory = tmp_path_factory.mktemp("drain")
+    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=256, prefill_args=IN_CHUNKS)
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)

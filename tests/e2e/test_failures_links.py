@@ -22,7 +22,17 @@ from tests.support import golden
 from tests.support.answers import ask, wait_until_quiet
 from tests.support.cluster import RoleProcess, running
 from tests.support.fault_proxy import FaultProxy
-from tests.support.in_flight import HELD_BEFORE, PROMPT_TOKENS, InFlight, Reference, Stage, flight, make_prompt, until
+from tests.support.in_flight import (
+    HELD_BEFORE,
+    IN_CHUNKS,
+    PROMPT_TOKENS,
+    InFlight,
+    Reference,
+    Stage,
+    flight,
+    make_prompt,
+    until,
+)
 from tests.support.link_faults import Direction
 from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.tiny_model import make_tiny_model
@@ -48,7 +58,8 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
-    shape = ProxiedCluster(model, tmp_path_factory.mktemp("links"), num_prefill=2, num_decode=2, num_blocks=256)
+    directory = tmp_path_factory.mktemp("links")
+    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=256, prefill_args=IN_CHUNKS)
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)
@@ -116,20 +127,24 @@ async def test_a_frame_that_is_corrupt_on_the_wire_is_refused_counted_and_sent_a
     assert total(cluster.decode, "kvrelay_handoffs_refused_total", code="corrupt_block") == counted + 1
 
 
-async def test_a_block_that_the_store_sends_corrupt_is_a_miss(
+async def test_a_block_that_the_store_sends_corrupt_is_counted_and_computed(
     cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
-    assert cluster.store is not None
-    prompt_ids, sampling = make_prompt(PROMPT_TOKENS, next(seeds)), SamplingParams(temperature=0, max_tokens=4, seed=1)
+    store, prompt_ids = cluster.store, make_prompt(PROMPT_TOKENS, next(seeds))
+    assert store is not None
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=1)
+    taken = store.metric("kvrelay_store_blocks", tier="memory")
     first = InFlight(Stage.AT_END, prompt_ids, sampling).start(client)
     await right_answer(first, reference, retries=0)
-    await until(lambda: cluster.store.metric("kvrelay_store_blocks", tier="memory") > 0, "an offload")
-    for node in cluster.prefill:  # what they cache themselves they would not ask the store for
-        await asyncio.to_thread(node.stop)
-        await asyncio.to_thread(node.restart)
-    cluster.proxy(cluster.store).corrupt(direction=Direction.TO_CLIENT)
-    again = InFlight(Stage.AT_END, (*prompt_ids[:-1], 5), sampling).start(client)
+    await until(lambda: store.metric("kvrelay_store_blocks", tier="memory") >= taken + 7, "an offload")
+    nodes = [*cluster.prefill, *cluster.decode]  # what they cache themselves they would not ask the store for
+    await asyncio.gather(*(asyncio.to_thread(node.stop) for node in nodes))
+    await asyncio.gather(*(asyncio.to_thread(node.restart) for node in nodes))
+    await wait_until_quiet(client, NUM_NODES)
+    cluster.proxy(store).corrupt(direction=Direction.TO_CLIENT)
+    again = InFlight(Stage.AT_END, prompt_ids, sampling).start(client)
     await right_answer(again, reference, retries=0)
+    assert total(cluster.prefill, "kvrelay_store_corrupt_total") == 1
 
 
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
@@ -219,18 +234,33 @@ async def test_a_node_whose_join_stream_breaks_goes_on_with_its_work(
 # Slow links
 
 
-async def test_the_real_model_over_a_link_of_1_mb_a_second(demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "num_at_once",
+    [
+        1,
+        pytest.param(
+            3,
+            marks=pytest.mark.xfail(
+                strict=False,
+                reason="pings wait behind the unanswered blocks of all handoffs of a pair, over 2 s at this rate",
+            ),
+        ),
+    ],
+)
+async def test_the_real_model_over_a_link_of_1_mb_a_second(demo_model: Path, tmp_path: Path, num_at_once: int) -> None:
     """Every node behind 1 MB/s: a handoff takes seconds, its answer is right, and nobody is taken for dead."""
-    case = next(case for case in golden.load() if 100 <= len(case.prompt_ids) <= 300)
+    cases = [case for case in golden.load() if case.name in ("unicode_mixed", "unicode_emoji", "chat_code")]
+    cases = cases[:num_at_once]
     with running(ProxiedCluster(demo_model, tmp_path)) as cluster:
         async with AsyncClient(cluster.address) as client:
             for role in (*cluster.prefill, *cluster.decode, cluster.store, cluster.coordinator):
                 assert role is not None
                 cluster.proxy(role).throttle(1_000_000)
-            answer = await ask(client, case.prompt_ids)
-            assert answer.token_ids == case.output_ids
-            assert answer.finished.retries == 0
-            assert answer.finished.handoff_bytes > 2_000_000
+            answers = await asyncio.gather(*(ask(client, case.prompt_ids) for case in cases))
+            for case, answer in zip(cases, answers, strict=True):
+                assert answer.token_ids == case.output_ids, case.name
+                assert answer.finished.retries == 0, case.name
+                assert answer.finished.handoff_bytes > 2_000_000  # three slabs: two seconds and more
             await wait_until_quiet(client, 2)
         logs = cluster.logs()
     assert "was silent" not in logs

@@ -31,7 +31,7 @@ from kvrelay.client import AsyncClient
 from kvrelay.errors import UnavailableError
 from tests.support.answers import wait_until_quiet
 from tests.support.cluster import RoleProcess, running
-from tests.support.in_flight import Flight, InFlight, Reference, Stage, flight
+from tests.support.in_flight import IN_CHUNKS, Flight, InFlight, Reference, Stage, flight
 from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.tiny_model import make_tiny_model
 
@@ -85,7 +85,8 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
-    shape = ProxiedCluster(model, tmp_path_factory.mktemp("matrix"), num_prefill=2, num_decode=2, num_blocks=512)
+    directory = tmp_path_factory.mktemp("matrix")
+    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=512, prefill_args=IN_CHUNKS)
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)

@@ -28,6 +28,7 @@ from tests.support.reference import ReferenceEngine
 
 PROMPT_TOKENS = 120  # seven blocks and a tail
 SHORT_ANSWER = 8
+IN_CHUNKS = ["--chunk-tokens", "32"]  # of a prefill node: blocks leave two by two
 LONG_ANSWER = 600  # takes seconds: it is not over when the fault comes
 LONG_ANSWER_SEEDS = (1, 2, 3, 4)  # the same ones in every run, so that a reference is computed once
 ANSWER_TIMEOUT_S = 60.0
@@ -50,7 +51,7 @@ class Stage(Enum):
 
 HELD_BEFORE = {
     Stage.BEFORE_FIRST_FRAME: (FrameKind.BEGIN, 1),
-    Stage.MID_STREAM: (FrameKind.BLOCK, 4),
+    Stage.MID_STREAM: (FrameKind.BLOCK, 5),
     Stage.BEFORE_COMMIT: (FrameKind.END, 1),
 }
 
