@@ -149,9 +149,7 @@ class Cluster:
 
     def start(self) -> None:
         if self.with_store:
-            path = self.directory / "store"
-            args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", self.address]
-            self.store = self._role("kvstore", 0, [*args, *self.store_args])
+            self.store = self._store_role()
         self.prefill = [self._node("prefill-node", i, self.prefill_args) for i in range(self.num_prefill)]
         self.decode = [self._node("decode-node", i, self.decode_args) for i in range(self.num_decode)]
         for role in self.roles:
@@ -178,6 +176,11 @@ class Cluster:
 
     def _role(self, role: str, index: int, args: list[str]) -> RoleProcess:
         return RoleProcess(role, args, self.directory / f"{role}-{index}.log")
+
+    def _store_role(self) -> RoleProcess:
+        path = self.directory / "store"
+        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", self.address]
+        return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
         args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]
