@@ -45,12 +45,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT_S)]
 logger = logging.getLogger(__name__)
 
 NUM_NODES = 2  # that compute
+# Plain PyTorch keeps a compiled kernel for every shape of a batch it has seen, up to a bound, which takes some hundred
+# MiB; the native decoder, which serves heads of 32, does not.
+FOR_THE_NATIVE_DECODER = {"head_dim": 32, "num_heads": 2, "num_kv_heads": 1}
+FREED_WITHIN_S = 3.0  # some 50 ms on a machine that does nothing else; the lease is 10 s
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+    return make_tiny_model(tmp_path_factory.mktemp("model"), **FOR_THE_NATIVE_DECODER)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(cluster.address) as client:
+        await wait_until_quiet(client, NUM_NODES)  # a test before may have restarted a node
         yield client
         await wait_until_quiet(client, NUM_NODES)
 
@@ -90,11 +95,14 @@ async def client_leaves(client: AsyncClient, prompt: TokenPrompt, number: int) -
 
 
 async def client_fails(client: AsyncClient, prompt: TokenPrompt, number: int) -> None:
-    with pytest.raises(ZeroDivisionError):
+    async def format_answer() -> None:
         async with aclosing(client.generate(prompt, greedy(800))) as events:
             async for event in events:
                 if isinstance(event, TokensGenerated):
-                    raise ZeroDivisionError("in whoever formats the answer")
+                    raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await format_answer()
 
 
 async def deadline_passes(client: AsyncClient, prompt: TokenPrompt, number: int) -> None:
@@ -103,12 +111,17 @@ async def deadline_passes(client: AsyncClient, prompt: TokenPrompt, number: int)
 
 
 async def somebody_cancels(client: AsyncClient, prompt: TokenPrompt, number: int) -> None:
-    told = False
+    events = client.generate(prompt, greedy(800), request_id=f"cancelled-{number}")
+    while not isinstance(await anext(events), TokensGenerated):
+        pass
+    await client.cancel(f"cancelled-{number}")
     with pytest.raises(CancelledError):
-        async for event in client.generate(prompt, greedy(800), request_id=f"cancelled-{number}"):
-            if isinstance(event, TokensGenerated) and not told:
-                told = True
-                await client.cancel(f"cancelled-{number}")
+        await drain(events)
+
+
+async def drain(events: AsyncIterator[object]) -> None:
+    async for _ in events:
+        pass
 
 
 async def stop_string_is_met(client: AsyncClient, prompt: TokenPrompt, number: int) -> None:
@@ -121,7 +134,9 @@ async def stop_string_is_met(client: AsyncClient, prompt: TokenPrompt, number: i
 
 
 @pytest.mark.parametrize(
-    "ends", [client_leaves, client_fails, deadline_passes, somebody_cancels, stop_string_is_met], ids=lambda f: f.__name__
+    "ends",
+    [client_leaves, client_fails, deadline_passes, somebody_cancels, stop_string_is_met],
+    ids=lambda f: f.__name__,
 )
 async def test_an_answer_that_nobody_reads_on_ends_at_once_on_every_node(
     cluster: Cluster, client: AsyncClient, ends: object
@@ -142,7 +157,7 @@ async def test_an_answer_that_nobody_reads_on_ends_at_once_on_every_node(
 
 
 @pytest.mark.parametrize("num_tokens_read", [None, 0, 1, 5])
-async def test_leaving_at_any_stage_frees_the_blocks_within_a_second(
+async def test_leaving_at_any_stage_frees_the_blocks_at_once(
     cluster: Cluster, client: AsyncClient, num_tokens_read: int | None
 ) -> None:
     """vllm#9428, TensorRT-LLM#11715: blocks stayed, and a prefill wedged, after enough of these. None: before the
@@ -154,9 +169,11 @@ async def test_leaving_at_any_stage_frees_the_blocks_within_a_second(
             num_read = 0
             async for event in events:
                 num_read += len(event.tokens) if isinstance(event, TokensGenerated) else 0
-                if (num_tokens_read is None and isinstance(event, RequestAccepted)) or num_read > (num_tokens_read or 0):
+                if (num_tokens_read is None and isinstance(event, RequestAccepted)) or num_read > (
+                    num_tokens_read or 0
+                ):
                     break
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(FREED_WITHIN_S):
             await wait_until_quiet(client, NUM_NODES)
     assert cluster.coordinator.metric("kvrelay_request_edges_total", edge="cancelled") - cancelled == num_calls
 

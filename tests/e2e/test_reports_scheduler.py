@@ -6,6 +6,7 @@ Each test names its source. What else such reports led to is listed in docs/reli
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +23,14 @@ from tests.support.answers import Answer, ask, collect, wait_until_quiet
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
-from tests.support.tiny_requests import answer_or_error, ask_and_leave, ask_until_served, expected, greedy, random_prompt
+from tests.support.tiny_requests import (
+    answer_or_error,
+    ask_and_leave,
+    ask_until_served,
+    expected,
+    greedy,
+    random_prompt,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -108,8 +116,6 @@ async def test_a_burst_is_refused_beyond_the_queue_and_health_answers_all_the_wh
     assert worst_health_s < 1.0  # on cores that the whole burst and every role share
     for prompt_ids, outcome in zip(prompts, outcomes, strict=True):
         assert isinstance(outcome, OverloadedError) or outcome_ids(outcome) == expected(reference, prompt_ids, 6)
-
-
 
 
 def outcome_ids(outcome: Answer | KVRelayError) -> tuple[int, ...]:
@@ -203,9 +209,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def slow_cluster(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     chunks = ["--chunk-tokens", "64", "--max-batched-tokens", "64"]
-    shape = Cluster(
-        slow_model, tmp_path_factory.mktemp("slow"), num_blocks=256, with_store=False, prefill_args=chunks
-    )
+    shape = Cluster(slow_model, tmp_path_factory.mktemp("slow"), num_blocks=256, with_store=False, prefill_args=chunks)
     with running(shape) as started:
         yield started
 
@@ -257,6 +261,6 @@ async def test_streams_go_on_while_a_long_prompt_is_computed(slow_cluster: Clust
         for times in arrivals:
             during = [at for at in times if sent <= at <= sent + took]
             assert len(during) >= 5, f"{len(during)} tokens in {took:.2f} s"
-            assert max(after - before for before, after in zip(during, during[1:], strict=False)) < took / 2
+            assert max(after - before for before, after in itertools.pairwise(during)) < took / 2
         await asyncio.gather(*streams)
         await wait_until_quiet(client, NUM_NODES)

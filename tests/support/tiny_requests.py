@@ -67,7 +67,7 @@ async def answer_or_error(client: AsyncClient, prompt_ids: tuple[int, ...], max_
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until it holds; for the state of other processes, which can only be polled (in a thread: it may block)."""
+    """Seconds until it holds; for other processes' state, which can only be polled (in a thread: it may block)."""
     started = time.monotonic()
     while not await asyncio.to_thread(condition):
         if time.monotonic() - started > timeout_s:
