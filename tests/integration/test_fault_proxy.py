@@ -121,7 +121,7 @@ def test_a_throttle_bounds_the_rate_in_each_direction(echo: FaultProxy) -> None:
         end.sendall(bytes(60_000))
         while received < 60_000:
             received += len(end.recv(65_536))
-        assert 0.28 < time.monotonic() - started < 3.0
+        assert time.monotonic() - started > 0.28
 
 
 def test_raw_corruption_flips_one_bit(echo: FaultProxy) -> None:
@@ -151,8 +151,8 @@ def test_a_fault_of_one_process_leaves_the_others_alone(echo: FaultProxy) -> Non
             assert (says(end, b"one\n"), other_says(b"one\n")) == (b"one\n", b"one\n")
             echo.pause(os.getpid())
             end.sendall(b"two\n")
-            # The child is a descendant of this process, so it is paused too; alone it is named by its own pid.
-            echo.heal()
+            assert other_says(b"two\n") == b"two\n"
+            echo.resume(os.getpid())
             assert end.recv(100) == b"two\n"
             echo.pause(other.pid)
             assert says(end, b"three\n") == b"three\n"
@@ -299,6 +299,19 @@ async def test_a_hold_may_be_for_the_streams_of_one_process(proxy: FaultProxy, c
     await hold.reached()
     hold.release()
     assert await held == [BEGIN, BLOCK, BLOCK, BLOCK, END]
+
+
+async def test_a_reply_may_be_held_and_what_follows_it_comes_after(
+    proxy: FaultProxy, channel: grpc.aio.Channel, receiver: Receiver
+) -> None:
+    hold = proxy.hold_reply(lambda head: head == bytes((BLOCK,)))
+    sending = [asyncio.create_task(send(channel)) for _ in range(3)]
+    await hold.reached()
+    await receiver.until(lambda it: it.kinds.count(END) == 3)  # only replies wait
+    assert not any(task.done() for task in sending)
+    hold.release()
+    assert await asyncio.gather(*sending) == [[BEGIN, BLOCK, BLOCK, BLOCK, END]] * 3
+    assert await send(channel) == [BEGIN, BLOCK, BLOCK, BLOCK, END]
 
 
 async def test_a_call_that_is_cancelled_while_held_ends_at_the_server_and_the_connection_goes_on(

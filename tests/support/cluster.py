@@ -100,6 +100,11 @@ class RoleProcess:
         return code
 
     @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 

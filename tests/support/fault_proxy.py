@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrelay.kv.frame import FrameKind
+from tests.support.kv_frames_in_http2 import PartStart
 from tests.support.link_faults import Direction, Hold, LinkFault, Pace
 from tests.support.relayed_connection import Connection, reset
 from tests.support.socket_owner import socket_inode
@@ -122,9 +123,17 @@ class FaultProxy:
     def hold(self, kind: int, nth: int = 1, *, pid: int | None = None) -> Hold:
         """Arms a stop before the `nth` KV frame of `kind` that a client sends from now on. One hold stops one stream,
         and a frame counts for one hold only: the first armed one that it matches and that was not reached."""
-        hold = Hold(kind, nth, pid, self._release)
-        self._call(lambda: self._holds.append(hold))
-        return hold
+        what = f"a KV frame of kind {kind}"
+        return self._arm(
+            Hold(what, lambda message: message.kv_kind == kind, nth, pid, Direction.TO_SERVER, self._release)
+        )
+
+    def hold_reply(self, matches: Callable[[bytes], bool], *, pid: int | None = None) -> Hold:
+        """Arms a stop before the next message to a client whose first bytes (up to HEAD_BYTES) match. The messages that
+        follow it on the connection wait as well; pings are answered."""
+        return self._arm(
+            Hold("such a reply", lambda message: matches(message.head), 1, pid, Direction.TO_CLIENT, self._release)
+        )
 
     def heal(self) -> None:
         """No fault from here on: held streams go on, corruption that has not happened does not."""
@@ -136,10 +145,15 @@ class FaultProxy:
     def links(self, connection: Connection) -> Iterable[LinkFault]:
         return [link for pid, link in self._links.items() if pid is None or connection.belongs_to(pid)]
 
-    def catch(self, connection: Connection, direction: Direction, kind: int) -> Hold | None:
-        self.num_kv_frames[direction, kind] += 1
-        for hold in self._holds if direction is Direction.TO_SERVER else ():
-            if (hold.kind, hold.is_reached) == (kind, False) and (hold.pid is None or connection.belongs_to(hold.pid)):
+    def catch(self, connection: Connection, direction: Direction, message: PartStart) -> Hold | None:
+        if message.kv_kind is not None:
+            self.num_kv_frames[direction, message.kv_kind] += 1
+        for hold in self._holds:
+            if (
+                hold.direction is direction
+                and hold.concerns(message)
+                and (hold.pid is None or connection.belongs_to(hold.pid))
+            ):
                 return hold if hold.catches() else None
         return None
 
@@ -151,6 +165,10 @@ class FaultProxy:
                 self._flips.remove(flip)
                 return True
         return False
+
+    def _arm(self, hold: Hold) -> Hold:
+        self._call(lambda: self._holds.append(hold))
+        return hold
 
     def _call(self, change: Callable[[], R]) -> R:
         async def run() -> R:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from tests.support.kv_frames_in_http2 import PartStart
+
 
 class Direction(Enum):
     TO_SERVER = auto()
@@ -40,14 +42,25 @@ class LinkFault:
 
 
 class Hold:
-    """Stops one KV stream before the `nth` frame of `kind`, counted from now on; the connection's other streams go on.
+    """Stops before the `nth` message that `matches`, counted from now on. Of a client's messages only that stream is
+    stopped; of a server's, the whole direction of the connection.
 
     Wait for it from a test's thread (`wait`) or its event loop (`reached`).
     """
 
-    def __init__(self, kind: int, nth: int, pid: int | None, release: Callable[[Hold], None]) -> None:
-        self.kind = kind
+    def __init__(
+        self,
+        what: str,
+        matches: Callable[[PartStart], bool],
+        nth: int,
+        pid: int | None,
+        direction: Direction,
+        release: Callable[[Hold], None],
+    ) -> None:
+        self.what = what
         self.pid = pid
+        self.direction = direction
+        self._matches = matches
         self._num_left = nth
         self._release = release
         self._reached = threading.Event()
@@ -58,7 +71,7 @@ class Hold:
 
     def wait(self, timeout_s: float = 10.0) -> None:
         if not self._reached.wait(timeout_s):
-            raise TimeoutError(f"no KV stream came to a frame of kind {self.kind} within {timeout_s:g} s")
+            raise TimeoutError(f"no stream came to {self.what} within {timeout_s:g} s")
 
     async def reached(self, timeout_s: float = 10.0) -> None:
         await asyncio.to_thread(self.wait, timeout_s)
@@ -67,8 +80,11 @@ class Hold:
         """Lets the stream go on, or forgets a stage that was not reached."""
         self._release(self)
 
+    def concerns(self, message: PartStart) -> bool:
+        return not self.is_reached and self._matches(message)
+
     def catches(self) -> bool:
-        """Counts a frame that matches; True for the one that is not to pass."""
+        """Counts a message that it concerns; True for the one that is not to pass."""
         self._num_left -= 1
         if self._num_left == 0:
             self._reached.set()

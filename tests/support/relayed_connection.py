@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Iterable
@@ -10,7 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tests.support.kv_frames_in_http2 import DATA, END_STREAM, RST_STREAM, Http2Frame, Http2Reader, ScanState, scan
+from tests.support.kv_frames_in_http2 import (
+    DATA,
+    END_STREAM,
+    PING,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Http2Frame,
+    Http2Reader,
+    PartStart,
+    ScanState,
+    scan,
+)
 from tests.support.link_faults import Direction, Hold, LinkFault, Pace
 from tests.support.socket_owner import owns_socket
 
@@ -24,21 +37,21 @@ class Faults(Protocol):
     def links(self, connection: Connection) -> Iterable[LinkFault]:
         """Those that apply to the connection now."""
 
-    def catch(self, connection: Connection, direction: Direction, kind: int) -> Hold | None:
-        """Asked once for each KV frame: the hold that it is not to pass, if any."""
+    def catch(self, connection: Connection, direction: Direction, message: PartStart) -> Hold | None:
+        """Asked once for each message: the hold that it is not to pass, if any."""
 
     def take_flip(self, connection: Connection, direction: Direction, kind: int | None) -> bool:
         """Whether a bit of this KV frame's payload (None: of this piece of bytes) is to be flipped; once for each."""
 
 
 @dataclass(slots=True)
-class _KVStream:
+class _Stream:
     """One direction of one HTTP/2 stream."""
 
     state: ScanState = field(default_factory=ScanState)
     hold: Hold | None = None
     held: list[Http2Frame] = field(default_factory=list)
-    is_counted: bool = False  # the next KV frame was held before; it is not asked about again
+    is_counted: bool = False  # the next message was held before; it is not asked about again
     flip_in: int | None = None  # bytes from here to the one that is to be flipped
 
 
@@ -62,9 +75,10 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
 
     def belongs_to(self, pid: int) -> bool:
-        """Whether the client is that process or a descendant of it."""
+        """Whether the client is that process or a descendant of it. This process, whose descendants may be anything,
+        stands for itself alone."""
         if pid not in self._owned:
-            self._owned[pid] = self._inode is not None and owns_socket(pid, self._inode)
+            self._owned[pid] = self._inode is not None and owns_socket(pid, self._inode, alone=pid == os.getpid())
         return self._owned[pid]
 
     async def run(self) -> None:
@@ -107,7 +121,11 @@ class Pump:
         self._writer = writer
         self._direction = direction
         self._http2 = Http2Reader(from_client=direction is Direction.TO_SERVER) if frames else None
-        self._streams: dict[int, _KVStream] = {}
+        self._streams: dict[int, _Stream] = {}
+        # Of a server's direction: what comes after a message that is held, of every stream. One stream's HEADERS cannot
+        # wait while another's pass, since HPACK compresses each by those before it.
+        self._stop: Hold | None = None
+        self._waiting: list[Http2Frame] = []
         self._sending = asyncio.Lock()
 
     async def run(self) -> None:
@@ -121,6 +139,10 @@ class Pump:
     async def release(self, hold: Hold) -> None:
         with suppress(ConnectionError):
             async with self._sending:
+                if self._stop is hold:
+                    waiting, self._waiting, self._stop = self._waiting, [], None
+                    for frame in waiting:
+                        await self._send(self._take(frame))
                 for stream in [stream for stream in self._streams.values() if stream.hold is hold]:
                     held, stream.held, stream.hold = stream.held, [], None
                     stream.is_counted = True
@@ -138,13 +160,16 @@ class Pump:
 
     def _take(self, frame: Http2Frame) -> bytes:
         """What of the frame may leave now; the rest is held."""
+        if self._stop is not None and frame.kind not in (SETTINGS, PING, WINDOW_UPDATE):
+            self._waiting.append(frame)
+            return b""
         if frame.kind == RST_STREAM and (over := self._streams.pop(frame.stream_id, None)):
             # What was held follows, too late to be used: bytes that vanished would never be credited to the
             # connection's flow control window.
             return b"".join(each.encode() for each in (frame, *over.held))
         if frame.kind != DATA:  # a client sends no HEADERS after DATA, so nothing else is to wait its turn
             return frame.encode()
-        stream = self._streams.setdefault(frame.stream_id, _KVStream())
+        stream = self._streams.setdefault(frame.stream_id, _Stream())
         if stream.hold is not None:
             stream.held.append(frame)
             return b""
@@ -153,29 +178,41 @@ class Pump:
             self._streams.pop(frame.stream_id, None)
         return taken
 
-    def _take_data(self, frame: Http2Frame, stream: _KVStream) -> bytes:
+    def _take_data(self, frame: Http2Frame, stream: _Stream) -> bytes:
         payload, passing = bytearray(frame.payload), len(frame.payload)
         starts, after = scan(stream.state, frame.payload)
         if stream.flip_in is not None:
             self._flip(stream, payload, stream.flip_in)
         for start in starts:
-            hold = None if stream.is_counted else self._faults.catch(self._connection, self._direction, start.kind)
+            hold = None if stream.is_counted else self._faults.catch(self._connection, self._direction, start)
             stream.is_counted = False
             if hold is not None:
-                stream.hold, after, passing = hold, start.before, start.cut
+                after, passing = start.before, start.cut
                 break
-            if self._faults.take_flip(self._connection, self._direction, start.kind):
-                self._flip(stream, payload, start.payload_offset)
+            kind = start.kv_kind
+            if kind is not None and self._faults.take_flip(self._connection, self._direction, kind):
+                self._flip(stream, payload, start.kv_payload_offset)
+        else:
+            hold = None
         stream.state = after
         whole = Http2Frame(frame.kind, frame.flags, frame.stream_id, bytes(payload))
-        if stream.hold is None:
+        if hold is None:
             return whole.encode()
         first, rest = whole.split(passing)
-        stream.held.append(rest)
+        self._begin_hold(hold, stream, rest)
         return first.encode() if first.payload else b""
 
+    def _begin_hold(self, hold: Hold, stream: _Stream, rest: Http2Frame) -> None:
+        if self._direction is Direction.TO_SERVER:
+            stream.hold = hold
+            stream.held.append(rest)
+        else:
+            stream.is_counted = True
+            self._stop = hold
+            self._waiting.append(rest)
+
     @staticmethod
-    def _flip(stream: _KVStream, payload: bytearray, at: int) -> None:
+    def _flip(stream: _Stream, payload: bytearray, at: int) -> None:
         """Flips a bit of the byte `at`, now or in a later frame of the stream."""
         stream.flip_in = at - len(payload)
         if at < len(payload):

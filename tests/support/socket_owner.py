@@ -19,10 +19,10 @@ def socket_inode(local_port: int, remote_port: int) -> int | None:
     return None
 
 
-def owns_socket(pid: int, inode: int) -> bool:
-    """Whether the process, or a descendant of it, has the socket open. False for one that is gone."""
+def owns_socket(pid: int, inode: int, *, alone: bool = False) -> bool:
+    """Whether the process, or (unless `alone`) a descendant of it, has the socket open. False for one that is gone."""
     link = f"socket:[{inode}]"
-    for process in [pid, *descendants(pid)]:
+    for process in [pid] if alone else [pid, *descendants(pid)]:
         with suppress(OSError):
             for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):

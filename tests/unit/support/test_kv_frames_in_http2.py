@@ -7,17 +7,29 @@ from kvrelay.types import BlockHash
 from tests.support.kv_frames_in_http2 import DATA, PREFACE, Http2Frame, Http2Reader, ScanState, scan
 
 HASH = BlockHash(bytes(range(32)))
-BLOCK = encode(block_frame(0, HASH, b"KVRF\x01\x04" * 50))  # a slab may hold what looks like a frame
-MESSAGES = (encode(control_frame(FrameKind.BEGIN, b"begin")), b"", b"KVRF", BLOCK, b"other", BLOCK)
-MESSAGES += (encode(tail_frame(2, 5, b"t" * 64)), encode(control_frame(FrameKind.END, b"")))
-KINDS = [FrameKind.BEGIN, FrameKind.BLOCK, FrameKind.BLOCK, FrameKind.TAIL, FrameKind.END]
+BLOCK = encode(block_frame(0, HASH, b"KVRF\x02\x04" * 50))  # a slab may hold what looks like a frame
+TAIL = encode(tail_frame(2, 5, b"t" * 64))
+BEGIN, END = (encode(control_frame(kind, b"words")) for kind in (FrameKind.BEGIN, FrameKind.END))
+MESSAGES = [[BEGIN], [b""], [b"KVRF"], [BLOCK], [b"other"], [BLOCK], [BLOCK, BLOCK, TAIL, END], [b"end"]]
+KINDS = [FrameKind.BEGIN, *[FrameKind.BLOCK] * 4, FrameKind.TAIL, FrameKind.END]
 
 
-def prefixed(message: bytes) -> bytes:
-    return b"\0" + len(message).to_bytes(4, "big") + message
+def prefixed(parts: list[bytes]) -> bytes:
+    return b"\0" + sum(map(len, parts)).to_bytes(4, "big") + b"".join(parts)
 
 
 STREAM = b"".join(map(prefixed, MESSAGES))
+
+
+def places_of_frames() -> list[int]:
+    places, at = [], 0
+    for parts in MESSAGES:
+        at += 5
+        for part in parts:
+            if len(part) >= 72:
+                places.append(at)
+            at += len(part)
+    return places
 
 
 def test_frames_come_out_as_they_went_in_however_the_bytes_arrive() -> None:
@@ -33,16 +45,15 @@ def test_frames_come_out_as_they_went_in_however_the_bytes_arrive() -> None:
 
 
 def test_every_kv_frame_is_found_once_however_the_messages_are_cut() -> None:
-    begins = [at for at in range(len(STREAM)) if STREAM[at + 5 : at + 9] == b"KVRF" and STREAM[at] == 0]
-    begins = [at for at in begins if int.from_bytes(STREAM[at + 1 : at + 5], "big") >= 72]
     for step in range(1, 120):
         state, kinds, offsets = ScanState(), [], []
         for at in range(0, len(STREAM), step):
             starts, state = scan(state, STREAM[at : at + step])
-            kinds += [start.kind for start in starts]
-            offsets += [at + start.offset for start in starts]
+            starts = [start for start in starts if start.kv_kind]
+            kinds += [start.kv_kind for start in starts]
+            offsets += [at + start.offset + 5 * start.is_first for start in starts]
         assert kinds == KINDS, step
-        assert offsets == begins, step
+        assert offsets == places_of_frames(), step
         assert state == ScanState()
 
 
@@ -54,9 +65,9 @@ def test_a_scan_that_stops_before_a_frame_finds_it_again() -> None:
             payload = payloads.pop(0)
             starts, after = scan(state, payload)
             if starts:
-                kinds.append(starts[0].kind)
+                kinds.append(starts[0].kv_kind)
                 (again, *_), _ = scan(starts[0].before, payload[starts[0].cut :])
-                assert again.kind == starts[0].kind
+                assert again.head == starts[0].head
             state = after
         assert kinds[0] is not None
         assert kinds[0] == FrameKind.BEGIN
