@@ -70,6 +70,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         num_blocks=128,
         prefill_args=["--chunk-tokens", "64", "--port", str(free_port())],
         decode_args=["--port", str(free_port())],
+        store_args=["--memory-bytes", "4MiB", "--disk-bytes", "16MiB"],  # full soon, so that what grows is a leak
     )
     with running(shape) as started:
         yield started
