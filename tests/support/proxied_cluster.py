@@ -23,7 +23,10 @@ class ProxiedCluster(Cluster):
         super().__post_init__()
         self._closing = ExitStack()
         self.direct_address = self.address
-        self.address = self._proxy("coordinator-0", int(self.address.rpartition(":")[2])).address
+        self.addresses = [
+            self._proxy(f"coordinator-{index}", int(address.rpartition(":")[2])).address
+            for index, address in enumerate(self.addresses)
+        ]
         self.direct_store_port = self.store_port
         if self.with_store:
             self.store_port = self._proxy("kvstore-0", self.direct_store_port).port
