@@ -362,7 +362,7 @@ async def test_the_first_request_after_readiness_is_served_whatever_started_firs
             roles[letter].start()
             await wait_until(lambda role=roles[letter]: bool(role.log()), 60.0, "its first line")  # type: ignore[misc]
         async with AsyncClient(cluster.address) as client:
-            if not await serves(cluster):
+            if await health(cluster.address) != SERVING:
                 with pytest.raises(UnavailableError):
                     async with asyncio.timeout(5.0):
                         await ask(client, prompt_ids, greedy(4))
@@ -371,10 +371,6 @@ async def test_the_first_request_after_readiness_is_served_whatever_started_firs
         assert answer.token_ids == expected(reference, prompt_ids, 4)
     finally:
         cluster.kill()
-
-
-async def serves(cluster: Cluster) -> bool:
-    return await health(cluster.address) == SERVING
 
 
 @pytest.mark.parametrize("kind", ["decode", "store", "coordinator"])
