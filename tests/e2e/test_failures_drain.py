@@ -18,9 +18,8 @@ from kvrelay.cluster import NodeReport
 from kvrelay.errors import UnavailableError
 from tests.support.answers import wait_until_quiet
 from tests.support.cluster import RoleProcess, running
-from tests.support.in_flight import LONG_ANSWER, InFlight, Stage, flight, until
+from tests.support.in_flight import IN_CHUNKS, LONG_ANSWER, InFlight, Reference, Stage, flight, until
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -36,13 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
+def reference(model: Path) -> Reference:
+    return Reference(model)
 
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
-    shape = ProxiedCluster(model, tmp_path_factory.mktemp("drain"), num_prefill=2, num_decode=2, num_blocks=256)
+    directory = tmp_path_factory.mktemp("drain")
+    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=256, prefill_args=IN_CHUNKS)
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)
@@ -55,7 +55,7 @@ async def client(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
         await wait_until_quiet(client, NUM_NODES)
 
 
-async def answers_right(requests: list[InFlight], reference: ReferenceEngine) -> None:
+async def answers_right(requests: list[InFlight], reference: Reference) -> None:
     await asyncio.wait([request.task for request in requests if request.task], timeout=BOUND_S)
     for request in requests:
         assert request.error is None, f"{request}: {request.error!r}"
@@ -76,7 +76,7 @@ async def stop_twice(role: RoleProcess) -> float:
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 async def test_a_second_sigterm_stops_a_node_at_once_and_its_work_goes_on_elsewhere(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, kind: str
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, kind: str
 ) -> None:
     node = (cluster.prefill if kind == "prefill" else cluster.decode)[0]
     async with flight(cluster, node, seed=500_000 if kind == "prefill" else 510_000) as under_way:
@@ -121,7 +121,7 @@ async def report_of(client: AsyncClient, node: RoleProcess) -> NodeReport:
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 async def test_a_node_that_comes_back_on_its_port_is_another_with_its_own_pool(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, kind: str
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, kind: str
 ) -> None:
     """Requests meant for the process that died are neither lost nor given to its successor unasked."""
     node = (cluster.prefill if kind == "prefill" else cluster.decode)[1]

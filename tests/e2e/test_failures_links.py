@@ -22,10 +22,19 @@ from tests.support import golden
 from tests.support.answers import ask, wait_until_quiet
 from tests.support.cluster import RoleProcess, running
 from tests.support.fault_proxy import FaultProxy
-from tests.support.in_flight import HELD_BEFORE, PROMPT_TOKENS, InFlight, Stage, flight, make_prompt, until
+from tests.support.in_flight import (
+    HELD_BEFORE,
+    IN_CHUNKS,
+    PROMPT_TOKENS,
+    InFlight,
+    Reference,
+    Stage,
+    flight,
+    make_prompt,
+    until,
+)
 from tests.support.link_faults import Direction
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -43,13 +52,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
+def reference(model: Path) -> Reference:
+    return Reference(model)
 
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
-    shape = ProxiedCluster(model, tmp_path_factory.mktemp("links"), num_prefill=2, num_decode=2, num_blocks=256)
+    directory = tmp_path_factory.mktemp("links")
+    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=256, prefill_args=IN_CHUNKS)
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)
@@ -83,9 +93,7 @@ async def handoff(cluster: ProxiedCluster, client: AsyncClient, stage: Stage) ->
         yield Handoff(under_way.requests[0], prefill, decode, cluster.proxy(decode), stream.hold.release)
 
 
-async def right_answer(
-    request: InFlight, reference: ReferenceEngine, *, retries: int, bound_s: float = BOUND_S
-) -> None:
+async def right_answer(request: InFlight, reference: Reference, *, retries: int, bound_s: float = BOUND_S) -> None:
     assert request.task is not None
     async with asyncio.timeout(bound_s):
         await request.task
@@ -108,7 +116,7 @@ def total(nodes: list[RoleProcess], name: str, **labels: str) -> float:
     "kind", [FrameKind.BEGIN, FrameKind.BLOCK, FrameKind.TAIL, FrameKind.END], ids=lambda it: it.name
 )
 async def test_a_frame_that_is_corrupt_on_the_wire_is_refused_counted_and_sent_again(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, kind: FrameKind
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, kind: FrameKind
 ) -> None:
     counted = total(cluster.decode, "kvrelay_handoffs_refused_total", code="corrupt_block")
     for node in cluster.decode:
@@ -119,25 +127,29 @@ async def test_a_frame_that_is_corrupt_on_the_wire_is_refused_counted_and_sent_a
     assert total(cluster.decode, "kvrelay_handoffs_refused_total", code="corrupt_block") == counted + 1
 
 
-async def test_a_block_that_the_store_sends_corrupt_is_a_miss(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+async def test_a_block_that_the_store_sends_corrupt_is_counted_and_computed(
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
-    assert cluster.store is not None
-    prompt_ids, sampling = make_prompt(PROMPT_TOKENS, next(seeds)), SamplingParams(temperature=0, max_tokens=4, seed=1)
+    store, prompt_ids = cluster.store, make_prompt(PROMPT_TOKENS, next(seeds))
+    assert store is not None
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=1)
+    taken = store.metric("kvrelay_store_blocks", tier="memory")
     first = InFlight(Stage.AT_END, prompt_ids, sampling).start(client)
     await right_answer(first, reference, retries=0)
-    await until(lambda: cluster.store.metric("kvrelay_store_blocks", tier="memory") > 0, "an offload")
-    for node in cluster.prefill:  # what they cache themselves they would not ask the store for
-        await asyncio.to_thread(node.stop)
-        await asyncio.to_thread(node.restart)
-    cluster.proxy(cluster.store).corrupt(direction=Direction.TO_CLIENT)
-    again = InFlight(Stage.AT_END, (*prompt_ids[:-1], 5), sampling).start(client)
+    await until(lambda: store.metric("kvrelay_store_blocks", tier="memory") >= taken + 7, "an offload")
+    nodes = [*cluster.prefill, *cluster.decode]  # what they cache themselves they would not ask the store for
+    await asyncio.gather(*(asyncio.to_thread(node.stop) for node in nodes))
+    await asyncio.gather(*(asyncio.to_thread(node.restart) for node in nodes))
+    await wait_until_quiet(client, NUM_NODES)
+    cluster.proxy(store).corrupt(direction=Direction.TO_CLIENT)
+    again = InFlight(Stage.AT_END, prompt_ids, sampling).start(client)
     await right_answer(again, reference, retries=0)
+    assert total(cluster.prefill, "kvrelay_store_corrupt_total") == 1
 
 
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
 async def test_http2_that_is_corrupt_costs_only_time(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, stage: Stage
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, stage: Stage
 ) -> None:
     async with handoff(cluster, client, stage) as held:
         held.proxy.corrupt_raw(pid=held.prefill.pid)
@@ -154,7 +166,7 @@ async def test_http2_that_is_corrupt_costs_only_time(
 
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
 async def test_the_link_of_a_pair_breaks(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, stage: Stage
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, stage: Stage
 ) -> None:
     async with handoff(cluster, client, stage) as held:
         held.proxy.cut(held.prefill.pid)
@@ -164,7 +176,7 @@ async def test_the_link_of_a_pair_breaks(
 
 
 async def test_the_link_of_a_pair_goes_silent(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     async with handoff(cluster, client, Stage.MID_STREAM) as held:
         held.proxy.pause(held.prefill.pid)
@@ -175,7 +187,7 @@ async def test_the_link_of_a_pair_goes_silent(
 
 
 async def test_the_word_that_a_handoff_was_committed_is_lost(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     """It stands all the same: the answer goes on, nothing is retried or counted twice."""
     async with handoff(cluster, client, Stage.BEFORE_COMMIT) as held:
@@ -192,7 +204,7 @@ async def test_the_word_that_a_handoff_was_committed_is_lost(
 @pytest.mark.parametrize("stage", HELD_BEFORE, ids=lambda stage: stage.value)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 async def test_the_coordinator_does_not_reach_a_node_whose_join_stream_lives(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, stage: Stage, kind: str
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference, stage: Stage, kind: str
 ) -> None:
     async with handoff(cluster, client, stage) as held:
         node = held.prefill if kind == "prefill" else held.decode
@@ -210,7 +222,7 @@ async def test_the_coordinator_does_not_reach_a_node_whose_join_stream_lives(
 
 
 async def test_a_node_whose_join_stream_breaks_goes_on_with_its_work(
-    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
+    cluster: ProxiedCluster, client: AsyncClient, reference: Reference
 ) -> None:
     async with handoff(cluster, client, Stage.MID_STREAM) as held:
         for node in (held.decode, held.prefill):
@@ -224,16 +236,17 @@ async def test_a_node_whose_join_stream_breaks_goes_on_with_its_work(
 
 async def test_the_real_model_over_a_link_of_1_mb_a_second(demo_model: Path, tmp_path: Path) -> None:
     """Every node behind 1 MB/s: a handoff takes seconds, its answer is right, and nobody is taken for dead."""
-    case = next(case for case in golden.load() if 100 <= len(case.prompt_ids) <= 300)
+    cases = [case for case in golden.load() if case.name in ("unicode_mixed", "unicode_emoji", "chat_code")]
     with running(ProxiedCluster(demo_model, tmp_path)) as cluster:
         async with AsyncClient(cluster.address) as client:
             for role in (*cluster.prefill, *cluster.decode, cluster.store, cluster.coordinator):
                 assert role is not None
                 cluster.proxy(role).throttle(1_000_000)
-            answer = await ask(client, case.prompt_ids)
-            assert answer.token_ids == case.output_ids
-            assert answer.finished.retries == 0
-            assert answer.finished.handoff_bytes > 2_000_000
+            answers = await asyncio.gather(*(ask(client, case.prompt_ids) for case in cases))
+            for case, answer in zip(cases, answers, strict=True):
+                assert answer.token_ids == case.output_ids, case.name
+                assert answer.finished.retries == 0, case.name
+                assert answer.finished.handoff_bytes > 2_000_000  # three slabs: two seconds and more
             await wait_until_quiet(client, 2)
         logs = cluster.logs()
     assert "was silent" not in logs

@@ -31,9 +31,8 @@ from kvrelay.client import AsyncClient
 from kvrelay.errors import UnavailableError
 from tests.support.answers import wait_until_quiet
 from tests.support.cluster import RoleProcess, running
-from tests.support.in_flight import Flight, InFlight, Stage, flight
+from tests.support.in_flight import IN_CHUNKS, Flight, InFlight, Reference, Stage, flight
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -80,13 +79,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
+def reference(model: Path) -> Reference:
+    return Reference(model)
 
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
-    shape = ProxiedCluster(model, tmp_path_factory.mktemp("matrix"), num_prefill=2, num_decode=2, num_blocks=512)
+    directory = tmp_path_factory.mktemp("matrix")
+    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=512, prefill_args=IN_CHUNKS)
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)
@@ -113,6 +113,7 @@ def victim_of(cluster: ProxiedCluster, role: str) -> RoleProcess:
 
 async def strike(cluster: ProxiedCluster, role: str, fault: Fault, seed: int) -> Run:
     victim = victim_of(cluster, role)
+    await until_quiet(cluster)  # also after a run that failed
     async with flight(cluster, victim, seed) as under_way:
         await under_way.launch_all()
         faulted_at = time.monotonic()
@@ -123,9 +124,7 @@ async def strike(cluster: ProxiedCluster, role: str, fault: Fault, seed: int) ->
         bound_s = SLOW_BOUND_S if fault is Fault.SLOW else BOUND_S
         await under_way.all_over(bound_s + faulted_at - time.monotonic())
         exit_code = await end(cluster, fault, victim, under_way)
-    async with AsyncClient(cluster.address) as client:
-        await wait_until_there(client)
-        await wait_until_quiet(client, NUM_NODES)
+    await until_quiet(cluster)
     return Run(role, fault, under_way.requests, faulted_at, time.monotonic() - faulted_at, exit_code)
 
 
@@ -160,18 +159,25 @@ async def end(cluster: ProxiedCluster, fault: Fault, victim: RoleProcess, under_
     return exit_code
 
 
-async def wait_until_there(client: AsyncClient) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            try:
-                await client.status()
-                return
-            except UnavailableError:
+async def until_quiet(cluster: ProxiedCluster) -> None:
+    """Every role is there, and holds nothing."""
+    async with AsyncClient(cluster.address) as client:
+        async with asyncio.timeout(20):
+            while not await answers(client):
                 await asyncio.sleep(0.05)
+        await wait_until_quiet(client, NUM_NODES)
+
+
+async def answers(client: AsyncClient) -> bool:
+    try:
+        await client.status()
+    except UnavailableError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("stage", Stage, ids=lambda stage: stage.value)
-def test_cell(run: Run, stage: Stage, reference: ReferenceEngine) -> None:
+def test_cell(run: Run, stage: Stage, reference: Reference) -> None:
     requests = [request for request in run.requests if request.stage is stage]
     assert requests
     for request in requests:
@@ -191,7 +197,7 @@ def check_unavailable(run: Run, request: InFlight, after_s: float) -> None:
     assert after_s < UNAVAILABLE_BOUND_S, f"{request}: told after {after_s:.1f} s"
 
 
-def check_answer(run: Run, request: InFlight, after_s: float, reference: ReferenceEngine) -> None:
+def check_answer(run: Run, request: InFlight, after_s: float, reference: Reference) -> None:
     assert request.error is None, f"{request}: {request.error!r}"
     assert request.finished is not None
     assert request.token_ids == request.expected(reference), str(request)

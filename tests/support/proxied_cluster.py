@@ -1,7 +1,7 @@
-"""A cluster whose coordinator, kvstore and nodes are reached only through fault proxies.
+"""A cluster whose coordinators, kvstore and nodes are reached only through fault proxies.
 
 A node advertises its proxy's address, so coordinator and prefill nodes both reach it there; faults take a `pid` to
-tell the two links apart. Clients that are to see the coordinator's link use `address`, others `direct_address`.
+tell the two links apart. Clients that are to see a coordinator's link use `addresses`, others `direct_addresses`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ProxiedCluster(Cluster):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._closing = ExitStack()
-        self.direct_address = self.address
+        self.direct_addresses = self.addresses
         self.addresses = [
             self._proxy(f"coordinator-{index}", int(address.rpartition(":")[2])).address
-            for index, address in enumerate(self.addresses)
+            for index, address in enumerate(self.direct_addresses)
         ]
         self.direct_store_port = self.store_port
         if self.with_store:
