@@ -82,7 +82,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 @pytest.fixture
 async def client(cluster: ProxiedCluster) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(cluster.direct_address) as client:
+    async with AsyncClient(cluster.direct_addresses[0]) as client:
         await wait_until_quiet(client, NUM_NODES)  # a test before may have restarted a node
         yield client
         await asyncio.to_thread(cluster.heal)
@@ -262,7 +262,7 @@ async def test_nodes_free_everything_when_a_coordinator_stands_still_and_its_cli
 ) -> None:
     """The same reports' other form: whoever should pass the cancel on does not."""
     hold = link.hold(FrameKind.END)
-    async with AsyncClient(cluster.direct_address) as leaving:
+    async with AsyncClient(cluster.direct_addresses[0]) as leaving:
         asking = start(leaving, random_prompt(400, 710), 600)
         await hold.reached()
         cluster.coordinator.signal(signal.SIGSTOP)
@@ -380,7 +380,7 @@ async def test_a_client_with_grpcs_default_limits_gets_long_answers_with_logprob
     prompt_ids = random_prompt(60, 1400)
     sampling = replace(greedy(800), logprobs=20)
     largest, token_ids = 0, list[int]()
-    async with grpc.aio.insecure_channel(cluster.direct_address) as channel:
+    async with grpc.aio.insecure_channel(cluster.direct_addresses[0]) as channel:
         request = convert_inference.generate_request_to_pb(GenerateRequest(TokenPrompt(prompt_ids), sampling))
         async for event in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60.0):
             largest = max(largest, event.ByteSize())
