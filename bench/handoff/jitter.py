@@ -6,6 +6,8 @@ sender gives way there: neither would be on this machine.
 
 from __future__ import annotations
 
+import time
+
 from bench.engine.launch import started
 from bench.engine.table import percentile
 from bench.handoff.pace import FULL, MB, NONE, name_of
@@ -40,7 +42,7 @@ def measure(setting: Setting, samples: Samples, seed: int) -> None:
                 client.ask(do="begin", num_tokens=PROMPT_TOKENS, batch=BATCH)
                 if bytes_per_s != NONE:
                     sender.ask(do="load", bytes_per_s=bytes_per_s)
-                client.ask(do="gaps", seconds=SETTLE_S)
+                time.sleep(SETTLE_S)
                 gaps_s = client.ask(do="gaps", seconds=setting.effort.jitter_s)["gaps_s"]
                 line = name_of(bytes_per_s)
                 for percent in (50, 99):

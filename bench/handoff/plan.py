@@ -38,7 +38,7 @@ class Effort:
     num_rounds: int = 3
 
 
-QUICK = Effort(0.2, 0.5, 16, 0.5, (64, 512), 1024, 1)
+QUICK = Effort(0.2, 0.5, 16, 1.5, (64, 512), 1024, 1)
 
 
 @dataclass(frozen=True, slots=True)

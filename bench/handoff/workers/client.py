@@ -113,12 +113,14 @@ class Client:
     async def _gaps(self, order: Order) -> dict[str, object]:
         """Times between arrivals of each answer's tokens, of all answers, for so long from now."""
         for arrivals in self._arrivals:
-            arrivals.clear()
+            del arrivals[:-1]
         await asyncio.sleep(order["seconds"])
         gaps_s = [later - earlier for arrivals in self._arrivals for earlier, later in itertools.pairwise(arrivals)]
         for task in self._running:
             if task.done():
                 task.result()
+        if not gaps_s:
+            raise RuntimeError(f"no answer had two tokens within {order['seconds']:g} s; is the machine busy?")
         return {"gaps_s": gaps_s}
 
     async def _end(self, order: Order) -> dict[str, object]:
