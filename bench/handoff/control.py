@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bench.engine.launch import started
 from bench.engine.table import percentile
 from bench.handoff.pace import FULL, NONE
-from bench.handoff.plan import CONTROL, Setting, command
+from bench.handoff.plan import CONTROL, Setting, command, start
 from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import num_blocks_of
 
@@ -18,9 +17,9 @@ def measure(setting: Setting, samples: Samples) -> None:
     """One round. Raises WorkerFailedError."""
     num_blocks = num_blocks_of(SHAPE)
     receiver = command("receiver", {"shape": SHAPE, "num_blocks": num_blocks + 1})
-    with started("the receiver", receiver) as far:
+    with start("the receiver", receiver) as far:
         task = {"shape": SHAPE, "num_blocks": num_blocks, "peer_pid": far.pid, **far.read()}
-        with started("the sender", command("sender", task)) as near:
+        with start("the sender", command("sender", task)) as near:
             near.read()
             for what, line in LINES.items():
                 for bytes_per_s in DURING:

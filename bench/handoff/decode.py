@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bench.engine.launch import Worker, started
+from bench.engine.launch import Worker
 from bench.handoff.decoding import BATCH, NUM_AHEAD_STEPS, NUM_WARM_UP_STEPS, PROMPT_TOKENS
 from bench.handoff.pace import MB, NONE, name_of
-from bench.handoff.plan import DECODE_LOADS, SENDER_NICENESS, STEADY, Setting, command
+from bench.handoff.plan import DECODE_LOADS, SENDER_NICENESS, STEADY, Setting, command, start
 from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import BLOCK_TOKENS, info_of, num_blocks_of
 from bench.handoff.shared_memory import pool_file
@@ -47,7 +47,7 @@ def _processes(setting: Setting, mode: str) -> Iterator[tuple[Worker, Worker]]:
     if mode == ONE_PROCESS:
         task |= {"num_blocks": own + HANDOFF_BLOCKS + 1}
         with (
-            started("the decoding receiver", command("receiver", task), cpus=setting.other_cpus) as far,
+            start("the decoding receiver", command("receiver", task), cpus=setting.other_cpus) as far,
             _sender(setting, far) as sender,
         ):
             yield far, sender
@@ -60,8 +60,8 @@ def _processes(setting: Setting, mode: str) -> Iterator[tuple[Worker, Worker]]:
         receiving |= {"memory_fd": fd, "memory_offset": own * slab_bytes}
         cpus = setting.other_cpus
         with (
-            started("the decoding process", command("receiver", task), cpus=cpus, pass_fds=(fd,)) as decoding,
-            started("the receiver process", command("receiver", receiving), cpus=cpus, pass_fds=(fd,)) as far,
+            start("the decoding process", command("receiver", task), cpus=cpus, pass_fds=(fd,)) as decoding,
+            start("the receiver process", command("receiver", receiving), cpus=cpus, pass_fds=(fd,)) as far,
         ):
             decoding.read()
             with _sender(setting, far) as sender:
@@ -73,7 +73,7 @@ def _sender(setting: Setting, far: Worker) -> Iterator[Worker]:
     """To `far`, once that is ready."""
     task = {"shape": str(setting.model), "num_blocks": HANDOFF_BLOCKS, "peer_pid": far.pid, **far.read()}
     words = command("sender", task, niceness=SENDER_NICENESS)
-    with started("the sender", words, cpus=setting.other_cpus) as sender:
+    with start("the sender", words, cpus=setting.other_cpus) as sender:
         sender.read()
         yield sender
 

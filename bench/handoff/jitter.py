@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 
-from bench.engine.launch import started
 from bench.engine.table import percentile
 from bench.handoff.pace import FULL, MB, NONE, name_of
-from bench.handoff.plan import JITTER, JITTER_LOADS, PREFILL_PACE, SENDER_NICENESS, Setting, command
+from bench.handoff.plan import JITTER, JITTER_LOADS, PREFILL_PACE, SENDER_NICENESS, Setting, command, start
 from bench.handoff.roles import role
 from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import BLOCK_TOKENS, info_of
@@ -33,8 +32,8 @@ def measure(setting: Setting, samples: Samples, seed: int) -> None:
         sending |= {"peer_pid": 0}
         words = command("sender", sending, niceness=SENDER_NICENESS)
         with (
-            started("the client", command("client", asking), cpus=setting.other_cpus) as client,
-            started("the sender", words, cpus=setting.other_cpus) as sender,
+            start("the client", command("client", asking), cpus=setting.other_cpus) as client,
+            start("the sender", words, cpus=setting.other_cpus) as sender,
         ):
             client.read()
             sender.read()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from bench.engine.launch import started
 from bench.handoff.pace import FULL, MB
 
 # Rows by the names that --rows takes.
@@ -22,6 +24,7 @@ PREFILL_PACE = 25 * MB  # what one prefill node on this kind of machine computes
 DECODE_LOADS = (0.0, STEADY, FULL)
 JITTER_LOADS = (0.0, PREFILL_PACE, FULL)
 MOONCAKE = "Mooncake"
+LIMIT_S = 300.0  # of one process: a part takes a minute
 SENDER_NICENESS = 10  # where the sender shares a core with who looks at the clock: it is another machine's work
 
 
@@ -63,6 +66,9 @@ class Setting:
     @property
     def other_cpus(self) -> tuple[int, ...]:
         return self.cpus[1:]
+
+
+start = partial(started, limit_s=LIMIT_S)
 
 
 def command(worker: str, task: dict[str, object], python: Path | None = None, niceness: int = 0) -> list[str]:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine.launch import WorkerFailedError, started
+from bench.engine.launch import WorkerFailedError
+from bench.handoff.plan import start
 
 READY = "READY"
 
@@ -26,7 +27,7 @@ def role(name: str, model: Path, num_blocks: int, *options: str) -> Iterator[Rol
     metrics_port = _free_port()
     command = [sys.executable, "-m", "kvrelay.cli", name, "--model", str(model), "--dtype", "bfloat16"]
     command += ["--threads", "1", "--num-blocks", str(num_blocks), "--metrics-port", str(metrics_port), *options]
-    with started(f"the {name}", command) as process:
+    with start(f"the {name}", command) as process:
         word, _, address = process.read_line().split()
         if word != READY:
             raise WorkerFailedError(f"the {name} says {word} and not {READY}")

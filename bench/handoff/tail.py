@@ -6,8 +6,7 @@ which computes the prompt itself.
 
 from __future__ import annotations
 
-from bench.engine.launch import started
-from bench.handoff.plan import TAIL, Setting, command
+from bench.handoff.plan import TAIL, Setting, command, start
 from bench.handoff.roles import role
 from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import BLOCK_TOKENS, info_of
@@ -29,7 +28,7 @@ def measure(setting: Setting, samples: Samples, seed: int) -> None:
     ):
         task = {"prefill": prefill.address, "decode": decode.address, "metrics_port": prefill.metrics_port}
         task |= {"vocab_size": vocab_size, "seed": seed}
-        with started("the client", command("client", task)) as client:
+        with start("the client", command("client", task)) as client:
             client.read()
             for what in ("handoff", "colocated"):
                 client.ask(do=what, num_tokens=WARM_UP_TOKENS)

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine.launch import Worker, started
+from bench.engine.launch import Worker
 from bench.handoff.pace import GB
-from bench.handoff.plan import MOONCAKE, TRANSFER, Setting, command
+from bench.handoff.plan import MOONCAKE, TRANSFER, Setting, command, start
 from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import LAYOUTS, column_of, num_blocks_of
 
@@ -40,10 +40,10 @@ def measure(setting: Setting, samples: Samples) -> None:
 def _senders(movers: Sequence[Mover], stack: ExitStack) -> dict[str, Worker]:
     """By name, each connected to its receiver; all end with the stack. They start side by side: it saves seconds."""
     receivers = {
-        mover: stack.enter_context(started(f"{mover.name} that receives", _receiving(mover))) for mover in movers
+        mover: stack.enter_context(start(f"{mover.name} that receives", _receiving(mover))) for mover in movers
     }
     senders = {
-        mover.name: stack.enter_context(started(f"{mover.name} that sends", _sending(mover, receiver)))
+        mover.name: stack.enter_context(start(f"{mover.name} that sends", _sending(mover, receiver)))
         for mover, receiver in receivers.items()
     }
     for sender in senders.values():
