@@ -27,7 +27,6 @@ from kvrelay.limits import DecodeLimits
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, NodeRequest, ReservationGranted
 from kvrelay.rpc import convert_decode
 from kvrelay.rpc.channel import error_from_rpc, open_channel
-from kvrelay.rpc.credentials import MutualTLS
 from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.rpc.raw import KV_TRANSFER, stream_stream
 from kvrelay.rpc.server import bind, make_server
@@ -94,7 +93,6 @@ async def decode_node(
     costs: ResumeCosts | None = None,
     store: BlockStore | None = None,
     clock: ManualClock | None = None,
-    tls: MutualTLS | None = None,
 ) -> AsyncIterator[Harness]:
     """Serves until left; proves on the way out that nothing is held."""
     info, runner, cache = info or make_info(), runner or FakeRunner(), cache or FakeCache()
@@ -122,9 +120,9 @@ async def decode_node(
     service, server = DecodeService(), make_server()
     service.node = node
     service.register(server)
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, tls)}"
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
-    channel = open_channel(address, own_connection=True, tls=tls)
+    channel = open_channel(address, own_connection=True)
     harness = Harness(node, pool, cache, runner, registry, address, channel, clock, offered)
     try:
         yield harness
