@@ -51,10 +51,6 @@ def num_blocks_of(shape: str) -> int:
     return HANDOFF_BYTES // LAYOUTS[shape].slab_bytes
 
 
-def columns() -> list[str]:
-    """The shapes as table columns: `135M, 360 KiB`."""
-    return [column_of(shape) for shape in LAYOUTS]
-
-
 def column_of(shape: str) -> str:
+    """As a table's column: `135M, 360 KiB a block`."""
     return f"{shape}, {LAYOUTS[shape].slab_bytes // 1024:,} KiB a block"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from bench.handoff.pace import cpu_seconds
 
 PATTERN = b"\x3f"
-NUM_WARM_UP = 1  # transfers before the counted ones: connections, page faults
+NUM_WARM_UP = 3  # transfers before the counted ones: connections, and the allocator, which takes a few to settle
 
 
 def allocate(num_bytes: int) -> mmap.mmap:
