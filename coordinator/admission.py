@@ -29,12 +29,16 @@ class Ticket:
 
 
 class Admission:
-    """`max_queue` bounds new requests; ones that lost their decode node come back to the front, unbounded."""
+    """`max_queue` bounds new requests; ones that lost their decode node come back to the front, unbounded.
+
+    A request for several answers has a place kept for each that does not wait yet; it counts as one taken.
+    """
 
     def __init__(self, max_queue: int, *, max_trying: int = MAX_TRYING) -> None:
         self._max_queue = max_queue
         self._max_trying = max_trying
         self._queue: list[Ticket] = []
+        self._num_kept = 0
         self._num_changes = 0
         self._mean_wait_s = 0.0
 
@@ -43,21 +47,28 @@ class Admission:
         return len(self._queue)
 
     @property
-    def full(self) -> bool:
-        return len(self._queue) >= self._max_queue
-
-    @property
     def retry_after_s(self) -> float:
         """Advice to those turned away: what recent requests waited, within bounds."""
         return min(max(self._mean_wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
-    def check_room(self) -> None:
-        """Raises OverloadedError when the queue is full."""
-        if self.full:
+    def check_room(self, num_places: int = 1) -> None:
+        """Raises OverloadedError when the queue has no room for so many more."""
+        num_taken = len(self._queue) + self._num_kept
+        if num_taken + num_places > self._max_queue:
             raise OverloadedError(
-                f"{len(self._queue)} requests wait already, the most this coordinator queues; try again later",
+                f"{num_taken} answers wait already, and {num_places} more would be over the {self._max_queue} that "
+                "this coordinator queues; try again later",
                 retry_after_s=self.retry_after_s,
             )
+
+    def keep(self, num_places: int) -> None:
+        """Sets places aside for answers that enter later, at the front; `check_room` says beforehand if they are to be
+        had."""
+        self._num_kept += num_places
+
+    def give_back(self, num_places: int) -> None:
+        """As many kept places are needed no more: their answers enter now, or never."""
+        self._num_kept -= num_places
 
     def enter(self, may_try: Callable[[], None], now: float, *, front: bool = False, refused: bool = False) -> Ticket:
         """Queues at the end (OverloadedError when full) or, for a request that was admitted before, at the front.

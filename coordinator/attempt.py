@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from coordinator.circuits import failed_between
 from coordinator.cluster import Cluster
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
@@ -88,6 +89,13 @@ class Attempt:
 
     async def _decode(self, placement: Placement) -> None:
         """Reads the answer's tokens until it is complete."""
+        try:
+            await self._read_answer(placement)
+        except KVRelayError as error:
+            self._cluster.failed(error, placement.decode)
+            raise
+
+    async def _read_answer(self, placement: Placement) -> None:
         client, limit_s = self._cluster.nodes.decode(placement.address), self._limits.request_timeout_s
         started = time.monotonic()
         async with (
@@ -96,6 +104,8 @@ class Attempt:
         ):
             async for event in events:
                 if isinstance(event, TokensDecoded):
+                    if not self._state.has_begun:
+                        self._cluster.succeeded(placement.decode)
                     if placement.is_tail and not self._state.has_begun:
                         self._note_tail(placement, time.monotonic() - started)
                     self._take(event.tokens)
@@ -123,14 +133,14 @@ class Attempt:
         tokens came, or it failed too, which explains this failure. None also when a retry finds that an earlier node's
         KV arrived after all, though its word of that was lost: that node's account stands."""
         num_failures, number, busy = 0, 0, set[InstanceId]()
-        account = self._state.account
+        account, decode_node = self._state.account, placement.decode if placement else None
         while True:
             noted = account.cached, account.prefill_node
             hashes = self._state.hashes()
-            member = self._next_prefill_node(hashes, busy)
+            member = self._next_prefill_node(hashes, decode_node, busy)
             number += 1
             try:
-                return await self._prefill_on(member, hashes, _target(placement, number) if placement else None)
+                return await self._prefill_on(member, hashes, placement, number)
             except OverloadedError:
                 busy.add(member.info.instance_id)
             except AlreadyCommittedError:
@@ -139,12 +149,18 @@ class Attempt:
             except KVRelayError as error:
                 if decode is not None and await self._is_settled(decode):
                     return None
-                self._state.avoid.add(member.info.instance_id)
+                self._blame(error, member, decode_node)
                 num_failures += 1
                 if placement is not None and num_failures >= MAX_PREFILLS_A_RESERVATION:
                     raise
                 self._retry_prefill(member, error)
-                await self._pause_if_all_failed(hashes)
+                await self._pause_if_all_failed(hashes, decode_node)
+
+    def _blame(self, error: KVRelayError, prefill: Member, decode: Member | None) -> None:
+        """A handoff that failed is no fault of the prefill node, which would serve another decode node well."""
+        parties = (prefill, decode) if decode is not None and failed_between(error) else (prefill,)
+        self._cluster.failed(error, *parties)
+        self._state.avoid.add(tuple(member.info.instance_id for member in parties))
 
     async def _is_settled(self, decode: asyncio.Task[None]) -> bool:
         """Whether the decode node's stream says how the attempt goes on. A dead decode node is often seen by the
@@ -154,10 +170,15 @@ class Attempt:
         return decode.done() or self._state.has_begun
 
     async def _prefill_on(
-        self, member: Member, hashes: list[BlockHash], target: HandoffTarget | None
+        self, member: Member, hashes: list[BlockHash], placement: Placement | None, number: int
     ) -> PrefillFinished:
+        """`number` counts the attempts to fill one reservation."""
+        target = _target(placement, number) if placement else None
         client, limit_s = self._cluster.nodes.prefill(member.info.address), self._limits.request_timeout_s
         self._cluster.assigned(member, hashes)
+        self._cluster.trying(member)
+        if placement is not None:
+            self._cluster.trying(member, placement.decode)
         async with (
             self._cluster.while_member(member),
             client.prefill(self._state.node_request(), target, timeout_s=limit_s) as events,
@@ -167,11 +188,14 @@ class Attempt:
                     self._state.note_started(member.info.address, event.cached)
                 else:
                     self._state.note_prefill(member.info.address, event)
+                    self._cluster.succeeded(member)
+                    if placement is not None:
+                        self._cluster.succeeded(member, placement.decode)
                     return event
         raise UnavailableError(f"prefill node {member.info.address} ended its stream before the prompt was computed")
 
-    def _next_prefill_node(self, hashes: list[BlockHash], busy: set[InstanceId]) -> Member:
-        candidates = prefill_candidates(self._state, self._cluster, hashes)
+    def _next_prefill_node(self, hashes: list[BlockHash], decode: Member | None, busy: set[InstanceId]) -> Member:
+        candidates = prefill_candidates(self._state, self._cluster, hashes, decode)
         free = [member for member in candidates if member.info.instance_id not in busy]
         if free:
             return free[0]
@@ -184,9 +208,9 @@ class Attempt:
         count_retry(self._state, "prefill", member.info.address, error, self._limits, self._on_retry)
         self._lifetime.take(Edge.PREFILL_RETRIED)
 
-    async def _pause_if_all_failed(self, hashes: list[BlockHash]) -> None:
-        candidates = prefill_candidates(self._state, self._cluster, hashes)
-        if all(member.info.instance_id in self._state.avoid for member in candidates):
+    async def _pause_if_all_failed(self, hashes: list[BlockHash], decode: Member | None) -> None:
+        candidates = prefill_candidates(self._state, self._cluster, hashes, decode)
+        if all(self._state.avoids(member, decode) for member in candidates):
             await asyncio.sleep(RETRY_PAUSE_S * 2**self._state.account.num_retries)
 
     def _take(self, tokens: tuple[GeneratedToken, ...]) -> None:

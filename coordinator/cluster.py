@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from coordinator.members import Member, Members
+from coordinator.circuits import Circuits, Party
+from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
+from coordinator.presence import Presence
 from coordinator.router import PrefixIndex
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import KVRelayError, UnavailableError
 from kvrelay.types import BlockHash, InstanceId, Role
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ class Cluster:
         self.members = members
         self.nodes = nodes
         self._on_change = on_change
+        self.circuits = Circuits()
+        self.presence = Presence()
         self._caches = {role: PrefixIndex() for role in (Role.PREFILL_NODE, Role.DECODE_NODE)}
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._timer: asyncio.TimerHandle | None = None
@@ -45,12 +49,13 @@ class Cluster:
     def update(self, member: Member, status: NodeStatus) -> None:
         """Raises StaleError when the node is no member any more."""
         if self.members.update(member, status, self._now()):
-            self._on_change()
+            self._change()
 
     def disconnect(self, member: Member) -> None:
-        """Its Join stream ended; the work it does for us goes on until it proves dead."""
+        """Its Join stream ended: nothing new goes there until it joins again; the work it does for us goes on until its
+        own stream breaks, or the node was silent for too long."""
         self.members.disconnect(member)
-        self._on_change()
+        self._change()
 
     def look_again(self) -> None:
         """A request found no room. Soon it is worth another try, whatever the nodes tell: one that could not be
@@ -66,6 +71,39 @@ class Cluster:
         """A request went there: one more until its next status tells, and its blocks will be cached there."""
         member.num_assigned += 1
         self._caches[member.info.role].record(member.info.instance_id, hashes)
+
+    def trying(self, *members: Member) -> None:
+        """A request goes to this node, or by the link between these two."""
+        self.circuits.trying(_party(members), self._now())
+
+    def succeeded(self, *members: Member) -> None:
+        self.circuits.succeeded(_party(members))
+
+    def failed(self, error: KVRelayError, *members: Member) -> None:
+        """Counts `error` against this node, or the link between these two, if it is anyone's fault."""
+        if self.circuits.failed(_party(members), error, self._now()):
+            names = " and ".join(f"{member.info.role.value} {member.info.address}" for member in members)
+            what = f"the link between {names}" if len(members) > 1 else names
+            logger.warning("%s failed again and is asked last for now: %s", what, error)
+
+    def suspects(self, members: Iterable[Member], *, decode: Member | None = None) -> set[InstanceId]:
+        """Those of `members` that failed lately: of prefill nodes also those whose link to `decode` did."""
+        now = self._now()
+        beyond = () if decode is None else (decode,)
+        return {
+            member.info.instance_id
+            for member in members
+            if any(self.circuits.suspect(_party(parties), now) for parties in ((member,), (member, *beyond)))
+        }
+
+    def cut_off(self, decode: Iterable[Member]) -> set[InstanceId]:
+        """Those decode nodes to which no prefill node has a link that works."""
+        prefill = self.members.usable(Role.PREFILL_NODE)
+        return {
+            member.info.instance_id
+            for member in decode
+            if prefill and len(self.suspects(prefill, decode=member)) == len(prefill)
+        }
 
     @asynccontextmanager
     async def while_member(self, member: Member) -> AsyncIterator[None]:
@@ -92,6 +130,11 @@ class Cluster:
 
     def _on_second_look(self) -> None:
         self._second_look = None
+        self._change()
+
+    def _change(self) -> None:
+        for role in COMPUTING_ROLES:
+            self.presence.update(role, bool(self.members.usable(role)), self._now())
         self._on_change()
 
     def _set_timer(self) -> None:
@@ -111,12 +154,17 @@ class Cluster:
         logger.warning("%s %s %s", member.info.role.value, member.info.address, why)
         self.members.remove(member)
         self.nodes.forget(member.info.address)
+        self.circuits.forget(member.info.instance_id)
         if member.info.role in self._caches:
             self._caches[member.info.role].forget(member.info.instance_id)
         for guard in list(self._guards.get(member.info.instance_id, ())):
             guard.reschedule(self._now())
-        self._on_change()
+        self._change()
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _party(members: Sequence[Member]) -> Party:
+    return tuple(member.info.instance_id for member in members)

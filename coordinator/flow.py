@@ -41,9 +41,9 @@ class Flow:
         self._placer = Placer(state, cluster, admission, limits, lifetime)
         self._attempt = Attempt(state, cluster, limits, lifetime, emit=emit, on_retry=on_retry)
 
-    def enter(self) -> None:
-        """Takes a place in the queue. Raises OverloadedError when it is full."""
-        self._placer.enter()
+    def enter(self, *, front: bool = False) -> None:
+        """Takes the last place in the queue, or the first. Raises OverloadedError when there is no last one more."""
+        self._placer.enter(front=front)
         self.lifetime.take(Edge.ACCEPTED)
 
     def leave(self) -> None:
@@ -71,6 +71,6 @@ class Flow:
             count_retry(self.state, "prefill", "the prefill node", error, self._limits, self._on_retry)
         else:
             count_retry(self.state, "decode", placement.address, error, self._limits, self._on_retry)
-            self.state.avoid.add(placement.decode.info.instance_id)
+            self.state.avoid.add((placement.decode.info.instance_id,))
         self.lifetime.take(Edge.RESUMED)
         self._placer.enter_again(refused=False)

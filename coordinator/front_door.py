@@ -8,9 +8,11 @@ import logging
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 
 from coordinator.admission import Admission
 from coordinator.answer import Answer
+from coordinator.choices import Choices
 from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
 from coordinator.fit import Capacity, check_capacity, settle_max_tokens
@@ -23,10 +25,16 @@ from coordinator.running import RunningRequest
 from coordinator.tenants import DEFAULT_TENANT
 from coordinator.text import Text
 from kvrelay.cluster import ModelInfo
-from kvrelay.errors import DuplicateRequestError, KVRelayError, NotFoundError, UnavailableError
+from kvrelay.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    KVRelayError,
+    NotFoundError,
+    UnavailableError,
+)
 from kvrelay.inference import GenerateRequest
 from kvrelay.rpc.convert_types import check_request_id
-from kvrelay.sampling import SamplingParams
+from kvrelay.sampling import SamplingParams, fork_seed
 from kvrelay.types import InstanceId, RequestId, Role
 
 logger = logging.getLogger(__name__)
@@ -55,7 +63,7 @@ class FrontDoor:
             max_queue_wait_s=config.max_queue_wait_s,
             max_retries=config.max_retries,
             local_tail_tokens=config.local_tail_tokens,
-            no_node_wait_s=config.member_timeout_s,
+            no_node_wait_s=config.no_node_wait_s,
             request_timeout_s=config.request_timeout_s,
         )
         self._node_ids = (f"#{instance_id[:16]}.{number:x}" for number in itertools.count(1))
@@ -64,12 +72,13 @@ class FrontDoor:
 
     @property
     def num_waiting(self) -> int:
+        """Answers that wait for room."""
         return self._admission.num_waiting
 
     @property
     def num_open(self) -> int:
-        """Requests accepted and not ended, waiting ones included."""
-        return len(self._running)
+        """Answers that wait for room or are computed."""
+        return sum(running.num_open for running in self._running.values())
 
     def why_not_ready(self) -> str:
         """Empty when a request sent now would be served."""
@@ -87,7 +96,7 @@ class FrontDoor:
         return replace(model, name=self.text.model_name)
 
     async def accept(self, request: GenerateRequest) -> RunningRequest:
-        """Checks everything that can be known now, takes a place in the queue and starts the request.
+        """Checks everything that can be known now, takes a place in the queue for each answer and starts the request.
 
         Raises KVRelayError; then nothing of the request is left.
         """
@@ -98,18 +107,17 @@ class FrontDoor:
             raise
 
     async def _accept(self, request: GenerateRequest) -> RunningRequest:
-        self._check_open()
+        self._check_n(request)
+        self._check_open(request.n)
         model = self.model(request.model)
         request_id = _settle_request_id(request.request_id)
         request.sampling.validate(model.vocab_size)
         prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
-        self._check_open()  # a drain may have begun meanwhile, and counts on the requests it found
+        self._check_open(request.n)  # a drain may have begun meanwhile, and counts on the requests it found
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
-        node_id = RequestId(request_id[:MAX_NODE_ID_PREFIX] + next(self._node_ids))
-        accepted = AcceptedRequest(request_id, node_id, prompt_ids, sampling, model, DEFAULT_TENANT.salt)
-        return self._start(accepted)
+        return self._start(self._choices_of(request_id, prompt_ids, sampling, model, request.n))
 
     def cancel(self, request_id: str) -> None:
         """Raises NotFoundError when no such request runs."""
@@ -131,11 +139,19 @@ class FrontDoor:
         if leftover:
             await asyncio.wait([running.task for running in leftover])
 
-    def _check_open(self) -> None:
+    def _check_n(self, request: GenerateRequest) -> None:
+        request.check_n()
+        if request.n > self._config.max_queue:
+            raise InvalidRequestError(
+                f"n is {request.n}; allowed is at most {self._config.max_queue} here: each answer needs a place in the "
+                "queue, and this coordinator has no more"
+            )
+
+    def _check_open(self, num_places: int) -> None:
         why = self.why_not_ready()
         if why:
             raise UnavailableError(f"the cluster takes no requests now: {why}", retry_after_s=1.0)
-        self._admission.check_room()
+        self._admission.check_room(num_places)
 
     def _settle_sampling(self, sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo) -> SamplingParams:
         max_tokens = settle_max_tokens(num_prompt_tokens, sampling.max_tokens, self._config.default_max_tokens, model)
@@ -147,24 +163,39 @@ class FrontDoor:
         settled.validate(model.vocab_size)  # min_tokens against the settled max_tokens
         return settled
 
-    def _start(self, accepted: AcceptedRequest) -> RunningRequest:
+    def _choices_of(
+        self, request_id: RequestId, prompt_ids: tuple[int, ...], sampling: SamplingParams, model: ModelInfo, n: int
+    ) -> list[AcceptedRequest]:
+        """One for each answer; nodes know each by an id of its own."""
+        assert sampling.seed is not None
+        choices = []
+        for index in range(n):
+            node_id = RequestId(request_id[:MAX_NODE_ID_PREFIX] + next(self._node_ids))
+            drawing = replace(sampling, seed=fork_seed(sampling.seed, index))
+            choices.append(AcceptedRequest(request_id, node_id, prompt_ids, drawing, model, DEFAULT_TENANT.salt))
+        return choices
+
+    def _start(self, accepted: list[AcceptedRequest]) -> RunningRequest:
+        running = RunningRequest(accepted[0], self._metrics, len(accepted))
+        flows = [self._flow(running, index, choice) for index, choice in enumerate(accepted)]
+        choices = Choices(flows, self._admission, running.choice_finished)
+        choices.enter()
+        self._running[running.accepted.request_id] = running
+        running.start(choices, self._config.request_timeout_s)
+        running.task.add_done_callback(lambda _: self._ended(running))
+        return running
+
+    def _flow(self, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
         answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
-        running = RunningRequest(accepted, self._metrics)
-        state = RequestState(accepted, answer, time.monotonic())
-        flow = Flow(
-            state,
+        return Flow(
+            RequestState(accepted, answer, time.monotonic()),
             self._cluster,
             self._admission,
             self._limits,
             Lifetime(self._metrics.edge),
-            emit=running.emit,
+            emit=partial(running.emit, index),
             on_retry=self._metrics.retried,
         )
-        flow.enter()
-        self._running[accepted.request_id] = running
-        running.start(flow, self._config.request_timeout_s)
-        running.task.add_done_callback(lambda _: self._ended(running))
-        return running
 
     def _ended(self, running: RunningRequest) -> None:
         del self._running[running.accepted.request_id]

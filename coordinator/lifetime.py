@@ -1,4 +1,7 @@
-"""The stages of a request's life and the edges between them, named once for metrics, logs and tests. Pure."""
+"""The stages of an answer's life and the edges between them, named once for metrics, logs and tests. Pure.
+
+A request for one answer lives as long as it; one for several has as many lives.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ OnEdge = Callable[[Edge, "Stage | None", Stage], None]
 
 
 class Lifetime:
-    """One request's stage. `on_edge` hears of every edge taken, with the stages before and after it."""
+    """One answer's stage. `on_edge` hears of every edge taken, with the stages before and after it."""
 
     def __init__(self, on_edge: OnEdge) -> None:
         self._on_edge = on_edge

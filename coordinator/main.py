@@ -37,6 +37,7 @@ class Coordinator:
         members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
         self._cluster = Cluster(members, self._nodes, self._changed)
         self._metrics = CoordinatorMetrics(registry)
+        self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
         self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id)
         self._inference = InferenceService(self.door, config.default_max_tokens)
         self._membership = ClusterService(self._cluster, self.door, instance_id)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coordinator.lifetime import Edge, Stage
 from kvrelay.inference import RequestFinished
 from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from kvrelay.types import FinishReason
 
 _WAITING = (Stage.QUEUED, Stage.RESERVING)
 _RUNNING = (Stage.PREFILLING, Stage.DECODING)
 
 
 class CoordinatorMetrics:
+    """Edges, gauges and successes count answers, of which a request may have several; all else counts requests."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
             return Histogram(name, text, buckets=buckets, registry=registry)
@@ -38,9 +43,18 @@ class CoordinatorMetrics:
         self._successes = counter("kvrelay_request_success_total", "Complete answers, by how they ended.", "reason")
         self._errors = counter("kvrelay_errors_total", "Requests that failed or were refused, by error code.", "code")
         self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
-        self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of requests.", "edge")
-        self._running = Gauge("kvrelay_requests_running", "Requests that nodes compute.", registry=registry)
-        self._waiting = Gauge("kvrelay_requests_waiting", "Requests that wait for room.", registry=registry)
+        self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of answers.", "edge")
+        self._open_circuits = Gauge(
+            "kvrelay_circuits_open",
+            "Nodes and links between two that failed lately and are asked last.",
+            registry=registry,
+        )
+        self._running = Gauge("kvrelay_requests_running", "Answers that nodes compute.", registry=registry)
+        self._waiting = Gauge("kvrelay_requests_waiting", "Answers that wait for room.", registry=registry)
+
+    def watch_circuits(self, num_open: Callable[[], int]) -> None:
+        """`num_open` is called by whoever scrapes, on another thread."""
+        self._open_circuits.set_function(num_open)
 
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()
@@ -57,8 +71,11 @@ class CoordinatorMetrics:
             for _ in range(num_tokens):
                 self._inter_token.observe(gap_s / num_tokens)
 
+    def answered(self, reason: FinishReason) -> None:
+        self._successes.labels(reason.value).inc()
+
     def finished(self, finished: RequestFinished) -> None:
-        self._successes.labels(finished.reason.value).inc()
+        """Once a request, however many answers it has."""
         self._end_to_end.observe(finished.timing.total_s)
         self._queue_time.observe(finished.timing.queue_s)
         self._prompt_tokens.inc(finished.usage.prompt_tokens)

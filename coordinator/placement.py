@@ -13,7 +13,7 @@ from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
-from kvrelay.errors import KVRelayError, OverloadedError, UnavailableError
+from kvrelay.errors import KVRelayError, OverloadedError
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import ReservationGranted
 from kvrelay.types import BlockHash, Role
@@ -58,17 +58,20 @@ class Placer:
         self._ticket: Ticket | None = None
         self._deadline = 0.0
 
-    def enter(self) -> None:
-        """Takes a place at the end of the queue. Raises OverloadedError when that is full."""
+    def enter(self, *, front: bool) -> None:
+        """Takes a place at the end of the queue, or the first. Raises OverloadedError when the end is full."""
         self._deadline = self._now() + self._limits.max_queue_wait_s
-        self._ticket = self._admission.enter(self._turn.set, self._now())
+        self._ticket = self._admission.enter(self._turn.set, self._now(), front=front)
 
     def enter_again(self, *, refused: bool) -> None:
-        """Takes the first place. `refused`: the attempt found no room after all, so its wait goes on."""
+        """Takes the first place. `refused`: the attempt found no room after all (another coordinator's request may have
+        been faster), so its wait goes on."""
         if not refused:
             self._deadline = self._now() + self._limits.max_queue_wait_s
         self._turn.clear()
         self._ticket = self._admission.enter(self._turn.set, self._now(), front=True, refused=refused)
+        if refused:
+            self._cluster.look_again()
 
     def leave(self) -> None:
         """Gives up the place in the queue, if it still has one."""
@@ -81,15 +84,17 @@ class Placer:
 
         Raises OverloadedError when there was none for too long, UnavailableError when there are no nodes.
         """
-        absent_since: float | None = None
         try:
-            async with asyncio.timeout_at(self._deadline) as waiting:
+            async with (
+                asyncio.timeout_at(self._deadline) as waiting,
+                self._cluster.presence.needed(self._roles_needed(), self._limits.no_node_wait_s),
+            ):
                 while True:
-                    await self._wait_for_turn(absent_since)
+                    await self._turn.wait()
+                    self._turn.clear()
                     found, placement = await self._try_once()
                     if found:
                         return placement
-                    absent_since = None if self._has_nodes() else absent_since or self._now()
         except TimeoutError as error:
             if not waiting.expired():
                 raise
@@ -99,17 +104,6 @@ class Placer:
             ) from error
         finally:
             self.leave()
-
-    async def _wait_for_turn(self, absent_since: float | None) -> None:
-        patience = None if absent_since is None else absent_since + self._limits.no_node_wait_s
-        try:
-            async with asyncio.timeout_at(patience) as waiting:
-                await self._turn.wait()
-        except TimeoutError as error:
-            if not waiting.expired():
-                raise
-            raise UnavailableError("every node that could run the request is gone or not ready") from error
-        self._turn.clear()
 
     async def _try_once(self) -> tuple[bool, Placement | None]:
         assert self._ticket is not None
@@ -151,6 +145,7 @@ class Placer:
         """None when the node has no room or cannot be reached."""
         address, request = member.info.address, self._state.node_request()
         try:
+            self._cluster.trying(member)
             async with self._cluster.while_member(member):
                 return await self._cluster.nodes.reserve(address, request, self._state.num_positions)
         except OverloadedError:
@@ -158,18 +153,22 @@ class Placer:
         except KVRelayError as error:
             if not may_succeed_elsewhere(error):
                 raise
-            if member.info.instance_id not in self._state.avoid:  # once, not at every try
+            party = (member.info.instance_id,)
+            if party not in self._state.avoid:  # once, not at every try
                 logger.warning("%s: reserving on %s failed: %s", self._state.request_id, address, error)
-            self._state.avoid.add(member.info.instance_id)
+            self._state.avoid.add(party)
+            self._cluster.failed(error, member)
             return None
 
     def _decode_candidates(self, hashes: list[BlockHash]) -> list[Member]:
+        members = self._cluster.members.usable(Role.DECODE_NODE)
         return rank_decode(
-            self._cluster.members.usable(Role.DECODE_NODE),
+            members,
             self._cluster.cached(Role.DECODE_NODE, hashes),
             num_blocks=self._state.accepted.model.layout.blocks_for(self._state.num_positions),
             num_blocks_now=self._num_blocks_now,
-            avoid=self._state.avoid,
+            suspects=self._cluster.suspects(members) | self._cluster.cut_off(members),
+            avoid={member.info.instance_id for member in members if (member.info.instance_id,) in self._state.avoid},
         )
 
     def _num_blocks_now(self, member: Member) -> int:
@@ -179,9 +178,8 @@ class Placer:
             num_tokens = limits.num_reserved(len(self._state.token_ids), num_tokens)
         return self._state.accepted.model.layout.blocks_for(num_tokens)
 
-    def _has_nodes(self) -> bool:
-        roles = [Role.PREFILL_NODE] if self._state.answer.num_left == 1 else [Role.PREFILL_NODE, Role.DECODE_NODE]
-        return all(self._cluster.members.usable(role) for role in roles)
+    def _roles_needed(self) -> tuple[Role, ...]:
+        return (Role.PREFILL_NODE,) if self._state.answer.num_left == 1 else (Role.PREFILL_NODE, Role.DECODE_NODE)
 
     def _is_tail(self, num_cached_blocks: int) -> bool:
         num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
@@ -192,11 +190,15 @@ class Placer:
         return asyncio.get_running_loop().time()
 
 
-def prefill_candidates(state: RequestState, cluster: Cluster, hashes: list[BlockHash]) -> list[Member]:
-    """Prefill nodes for the request as it stands, the best first."""
+def prefill_candidates(
+    state: RequestState, cluster: Cluster, hashes: list[BlockHash], decode: Member | None = None
+) -> list[Member]:
+    """Prefill nodes for the request as it stands, the best first; `decode` is where the KV shall go."""
+    members = cluster.members.usable(Role.PREFILL_NODE)
     return rank_prefill(
-        cluster.members.usable(Role.PREFILL_NODE),
+        members,
         cluster.cached(Role.PREFILL_NODE, hashes),
         num_blocks=state.accepted.model.layout.blocks_for(len(state.token_ids)),
-        avoid=state.avoid,
+        suspects=cluster.suspects(members, decode=decode),
+        avoid={member.info.instance_id for member in members if state.avoids(member, decode)},
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
+from coordinator.circuits import Party
+from coordinator.members import Member
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
 from kvrelay.inference import RequestFinished, Timing, Usage
 from kvrelay.kv.hashing import block_hashes, chain_root
 from kvrelay.messages import NodeRequest, PrefillFinished
 from kvrelay.sampling import SamplingParams
-from kvrelay.types import BlockHash, CachedTokens, InstanceId, RequestId
+from kvrelay.types import BlockHash, CachedTokens, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,13 @@ class Account:
 
 
 class RequestState:
-    """`avoid` are nodes that failed it; they are asked last."""
+    """`avoid` are the nodes, and the links between two, that failed it; they are asked last."""
 
     def __init__(self, accepted: AcceptedRequest, answer: Answer, now: float) -> None:
         self.accepted = accepted
         self.answer = answer
         self.account = Account(now)
-        self.avoid: set[InstanceId] = set()
+        self.avoid: set[Party] = set()
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.tenant_salt)
@@ -76,6 +78,11 @@ class RequestState:
     def has_begun(self) -> bool:
         """Whether this attempt gave a token."""
         return len(self.answer.token_ids) > self._num_tokens_before
+
+    def avoids(self, prefill: Member, decode: Member | None) -> bool:
+        """Whether the prefill node, or its link to the decode node, failed this request."""
+        party = (prefill.info.instance_id,)
+        return party in self.avoid or (decode is not None and (*party, decode.info.instance_id) in self.avoid)
 
     def begin_attempt(self) -> None:
         self._num_tokens_before = len(self.answer.token_ids)

@@ -58,14 +58,16 @@ def rank_decode(
     *,
     num_blocks: int,
     num_blocks_now: Callable[[Member], int] | None = None,
+    suspects: Collection[InstanceId] = (),
     avoid: Collection[InstanceId] = (),
 ) -> list[Member]:
-    """Decode nodes that could ever hold `num_blocks`, the one to ask first in front; `avoid` are asked last.
+    """Decode nodes that could ever hold `num_blocks`, the one to ask first in front; `suspects`, which failed others
+    lately, are asked late, and `avoid`, which failed this very request, last.
 
     `num_blocks_now` says how many a node sets aside at first: all of them, unless its answers grow.
     """
 
-    def cost(member: Member) -> tuple[bool, bool, int, int, InstanceId]:
+    def cost(member: Member) -> tuple[bool, bool, bool, int, int, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
         load = status.num_running + status.num_waiting + status.num_reservations + member.num_assigned
         cached = matched.get(instance_id, 0)
@@ -73,6 +75,7 @@ def rank_decode(
         crowded = needed - cached > status.blocks.available
         return (
             instance_id in avoid,
+            instance_id in suspects,
             crowded,
             DECODE_REQUEST_BLOCKS * load - cached,
             -status.blocks.available,
@@ -87,15 +90,22 @@ def rank_prefill(
     matched: Mapping[InstanceId, int],
     *,
     num_blocks: int,
+    suspects: Collection[InstanceId] = (),
     avoid: Collection[InstanceId] = (),
 ) -> list[Member]:
-    """Prefill nodes that could ever hold `num_blocks`, the one to ask first in front; `avoid` are asked last."""
+    """Prefill nodes that could ever hold `num_blocks`, the one to ask first in front; the others as in rank_decode."""
 
-    def cost(member: Member) -> tuple[bool, bool, int, InstanceId]:
+    def cost(member: Member) -> tuple[bool, bool, bool, int, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
         load = status.num_running + status.num_waiting + member.num_assigned
         cached = matched.get(instance_id, 0)
-        return (instance_id in avoid, not has_slot(member), PREFILL_REQUEST_BLOCKS * load - cached, instance_id)
+        return (
+            instance_id in avoid,
+            instance_id in suspects,
+            not has_slot(member),
+            PREFILL_REQUEST_BLOCKS * load - cached,
+            instance_id,
+        )
 
     return sorted((member for member in members if num_blocks <= member.status.blocks.total), key=cost)
 

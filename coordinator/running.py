@@ -1,44 +1,61 @@
-"""A request while it runs: the task that computes it and the events that wait for its client."""
+"""A request while it runs: the task that computes its answers, and who may end it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from coordinator.flow import Flow
+from coordinator.choices import Choices
 from coordinator.lifetime import Edge
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.outbox import Outbox
 from coordinator.request import AcceptedRequest
 from kvrelay.errors import CancelledError, DeadlineError, KVRelayError
-from kvrelay.inference import GenerateEvent, RequestAccepted, RequestFailed, TokensGenerated
+from kvrelay.inference import (
+    ChoiceFinished,
+    GenerateEvent,
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    TokensGenerated,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class RunningRequest:
-    """One producer, the flow's task; one consumer, the client's call. A slow client gets its tokens in larger events.
+    """One producer, the task that runs the choices; one consumer, the client's call.
 
-    However the flow ends, its last event is RequestFinished or RequestFailed.
+    However it ends, its last event is RequestFinished or RequestFailed.
     """
 
     task: asyncio.Task[None]
 
-    def __init__(self, accepted: AcceptedRequest, metrics: CoordinatorMetrics) -> None:
+    def __init__(self, accepted: AcceptedRequest, metrics: CoordinatorMetrics, n: int = 1) -> None:
+        """`accepted` is the first answer's."""
         self.accepted = accepted
         self._metrics = metrics
-        self._events: deque[GenerateEvent] = deque([_accepted_event(accepted)])
-        self._arrived = asyncio.Event()
-        self._arrived.set()
+        self._n = n
+        self._outbox = Outbox()
+        self._outbox.put(_accepted_event(accepted))
+        self._choices: Choices | None = None
         self._verdict: KVRelayError | None = None  # why someone ended it from outside
         self._has_begun = False
         self._started_at = time.monotonic()
-        self._last_token_at: float | None = None
+        self._last_token_at: dict[int, float] = {}  # by answer
 
-    def start(self, flow: Flow, timeout_s: float) -> None:
-        self.task = asyncio.create_task(self._run(flow, timeout_s), name=f"request {self.accepted.request_id}")
+    @property
+    def num_open(self) -> int:
+        """Answers that wait or are computed."""
+        return self._choices.num_open if self._choices else 0
+
+    def start(self, choices: Choices, timeout_s: float) -> None:
+        """Takes over choices that have entered the queue."""
+        self._choices = choices
+        self.task = asyncio.create_task(self._run(choices, timeout_s), name=f"request {self.accepted.request_id}")
 
     def cancel(self, why: str) -> None:
         self.fail(CancelledError(why))
@@ -51,75 +68,63 @@ class RunningRequest:
         if self._has_begun:
             self.task.cancel()  # before its first step a task would end without a trace; that step reads the verdict
 
-    def emit(self, tokens: TokensGenerated) -> None:
-        """Counts tokens on their way to the client."""
-        now = time.monotonic()
+    def emit(self, index: int, tokens: TokensGenerated) -> None:
+        """Counts tokens of an answer on their way to the client."""
         if tokens.tokens:
-            if self._last_token_at is None:
-                self._metrics.first_token(now - self._started_at)
-            gap_s = None if self._last_token_at is None else now - self._last_token_at
-            self._metrics.tokens(len(tokens.tokens), gap_s)
-            self._last_token_at = now
-        self._put(tokens)
+            self._count(index, len(tokens.tokens), time.monotonic())
+        self._outbox.put(replace(tokens, index=index))
 
-    async def events(self) -> AsyncIterator[GenerateEvent]:
-        """Every event in order, the terminal one last; may be read once."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            while self._events:
-                event = self._take()
-                yield event
-                if not isinstance(event, RequestAccepted | TokensGenerated):
-                    return
+    def choice_finished(self, index: int, finished: RequestFinished) -> None:
+        """An answer is complete; where it is the only one, the end of the request says so."""
+        self._metrics.answered(finished.reason)
+        if self._n > 1:
+            num_tokens = finished.usage.completion_tokens
+            self._outbox.put(ChoiceFinished(index, finished.reason, finished.stop_string, num_tokens))
 
-    async def _run(self, flow: Flow, timeout_s: float) -> None:
+    def events(self) -> AsyncIterator[GenerateEvent]:
+        """Every event, the terminal one last; those of one answer in order. May be read once."""
+        return self._outbox.events()
+
+    def _count(self, index: int, num_tokens: int, now: float) -> None:
+        if not self._last_token_at:
+            self._metrics.first_token(now - self._started_at)
+        if index == 0 and self._choices is not None:
+            self._choices.note_first_token()
+        last_at = self._last_token_at.get(index)
+        self._metrics.tokens(num_tokens, None if last_at is None else now - last_at)
+        self._last_token_at[index] = now
+
+    async def _run(self, choices: Choices, timeout_s: float) -> None:
         try:
-            self._put(await self._finish(flow, timeout_s))
+            self._outbox.put(await self._finish(choices, timeout_s))
         finally:
-            flow.leave()
+            choices.leave()
 
-    async def _finish(self, flow: Flow, timeout_s: float) -> GenerateEvent:
+    async def _finish(self, choices: Choices, timeout_s: float) -> GenerateEvent:
         self._has_begun = True
         try:
             if self._verdict is not None:
                 raise asyncio.CancelledError
             async with asyncio.timeout(timeout_s):
-                finished = await flow.run()
+                finished = await choices.run()
             self._metrics.finished(finished)
             return finished
         except KVRelayError as error:
-            return self._failed(flow, Edge.FAILED, error)
+            return self._failed(choices, Edge.FAILED, error)
         except TimeoutError:
-            return self._failed(flow, Edge.FAILED, DeadlineError(f"the request took longer than {timeout_s:g} s"))
+            return self._failed(choices, Edge.FAILED, DeadlineError(f"the request took longer than {timeout_s:g} s"))
         except asyncio.CancelledError:
             verdict = self._verdict or CancelledError("the request's task was cancelled")
             edge = Edge.CANCELLED if isinstance(verdict, CancelledError) else Edge.FAILED
-            return self._failed(flow, edge, verdict)
+            return self._failed(choices, edge, verdict)
         except Exception:
             logger.exception("%s failed", self.accepted.request_id)
-            return self._failed(flow, Edge.FAILED, KVRelayError("the coordinator failed; its log says why"))
+            return self._failed(choices, Edge.FAILED, KVRelayError("the coordinator failed; its log says why"))
 
-    def _failed(self, flow: Flow, edge: Edge, error: KVRelayError) -> RequestFailed:
-        flow.lifetime.take(edge)
+    def _failed(self, choices: Choices, edge: Edge, error: KVRelayError) -> RequestFailed:
+        choices.end(edge)
         self._metrics.failed(error.code)
         return RequestFailed(error.code, error.message, error.retryable, error.retry_after_s)
-
-    def _put(self, event: GenerateEvent) -> None:
-        self._events.append(event)
-        self._arrived.set()
-
-    def _take(self) -> GenerateEvent:
-        event = self._events.popleft()
-        if not isinstance(event, TokensGenerated):
-            return event
-        tokens, texts = list(event.tokens), [event.text]
-        while self._events and isinstance(self._events[0], TokensGenerated):
-            more = self._events.popleft()
-            assert isinstance(more, TokensGenerated)
-            tokens += more.tokens
-            texts.append(more.text)
-        return TokensGenerated(tuple(tokens), "".join(texts))
 
 
 def _accepted_event(accepted: AcceptedRequest) -> RequestAccepted:

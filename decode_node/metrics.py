@@ -60,8 +60,8 @@ class DecodeMetrics:
             "kvrelay_decode_batch_rows", "Sequences in one engine step.", buckets=BATCH_BUCKETS, registry=registry
         )
 
-    def block_received(self) -> None:
-        self._blocks_received.inc()
+    def blocks_received(self, num_blocks: int) -> None:
+        self._blocks_received.inc(num_blocks)
 
     def handed_over(self, num_bytes: int, seconds: float) -> None:
         self._handoffs.committed(num_bytes, seconds)

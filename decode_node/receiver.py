@@ -1,18 +1,21 @@
 """Receives KV streams: `/kvrelay.pb.KVTransfer/Receive`, raw frames in, ReceiveEvents out (docs/wire.md).
 
-BEGIN, the blocks in order, END. Each frame is judged and its block written in one go on the event loop, right after
+BEGIN, the blocks in order, END. Each message is judged and its blocks written in one go on the event loop, right after
 the reservation was asked whether it still stands; nothing is committed before END has proven the whole.
+
+The wait for BEGIN ends with a lease's time. Every later one ends with the reservation, which its lease or, while
+there is one, its Decode call bounds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 
 from decode_node.handoff import HandoffChecker, check_identity
-from decode_node.node import DecodeNode
-from kvrelay.errors import CorruptBlockError
+from decode_node.node import DecodeNode, Request
+from kvrelay.errors import CorruptBlockError, DeadlineError
 from kvrelay.kv.frame import Frame, FrameKind, decode
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd
 from kvrelay.rpc import convert_decode
@@ -27,26 +30,20 @@ class Receiver:
         self._slab_bytes = node.info.layout.slab_bytes
 
     async def receive(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[BlocksReceived]:
-        """One handoff; answers every frame. Raises StaleError, ForeignBlockError, CorruptBlockError and the like.
+        """One handoff; answers every message. Raises StaleError, ForeignBlockError, CorruptBlockError and the like.
 
         However it ends, short of a commit, the reservation is free for another attempt.
         """
         node = self._node
-        begin = self._begin(await _read(messages, self._slab_bytes))
+        begin = await self._begin(messages)
         request = node.begin_receive(begin.reservation_id, begin.attempt)
         started = node.clock()
         try:
             checker = HandoffChecker(begin, request.entry.sequence, request.entry.num_cached, self._slab_bytes)
             yield BlocksReceived(0, committed=False)
-            async with aclosing(self._frames(begin, request.interrupted, messages)) as frames:
-                async for frame in frames:
-                    if frame.kind is FrameKind.END:
-                        break
-                    index = checker.accept(frame)
-                    node.cache.write_slab(request.entry.block_ids[index], frame.payload)
-                    node.metrics.block_received()
+            with _reading(messages, request.interrupted) as reader:
+                while (end := self._take(begin, request, checker, await reader.next())) is None:
                     yield BlocksReceived(checker.num_received, committed=False)
-            end = self._end(frame, checker)
             # Shielded: the engine commits whether or not the sender stays to hear of it.
             await asyncio.shield(node.begin_commit(begin.reservation_id, begin.attempt, end.first_token))
             node.metrics.handed_over(checker.num_received * self._slab_bytes, node.clock() - started)
@@ -54,22 +51,40 @@ class Receiver:
         finally:
             node.reservations.break_receive(begin.reservation_id, begin.attempt)
 
-    def _begin(self, frame: Frame) -> HandoffBegin:
+    async def _begin(self, messages: AsyncIterator[bytes]) -> HandoffBegin:
+        limit_s = self._node.reservations.lease_s
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await _next(messages)
+        except TimeoutError:
+            raise DeadlineError(f"no BEGIN came within {limit_s:g} s") from None
+        frame, *others = decode(message, max_payload_bytes=self._slab_bytes)
         if frame.kind is not FrameKind.BEGIN:
             raise CorruptBlockError(f"a KV stream starts with BEGIN, not {frame.kind.name}")
+        if others:
+            raise CorruptBlockError("BEGIN comes in a message of its own: no block may follow before it is answered")
         begin = convert_decode.handoff_begin_from_bytes(memoryview(frame.payload))
         check_identity(begin, self._node.instance_id, self._node.info)
         return begin
 
-    async def _frames(
-        self, begin: HandoffBegin, interrupted: asyncio.Event, messages: AsyncIterator[bytes]
-    ) -> AsyncGenerator[Frame]:
-        """Frames that may still be written when they are yielded: the user must do it before it awaits anything."""
-        while True:
-            frame = await _read_unless(interrupted, messages, self._slab_bytes)
-            self._node.reservations.check_receive(begin.reservation_id, begin.attempt, self._node.clock())
-            if frame is not None:
-                yield frame
+    def _take(
+        self, begin: HandoffBegin, request: Request, checker: HandoffChecker, message: bytes | None
+    ) -> HandoffEnd | None:
+        """Writes a message's blocks; END's content if it is the last of them.
+
+        Nothing is awaited between the question whether the reservation stands and the last write.
+        """
+        node = self._node
+        node.reservations.check_receive(begin.reservation_id, begin.attempt, node.clock())
+        if message is None:
+            return None
+        frames = decode(message, max_payload_bytes=self._slab_bytes)
+        end = frames.pop() if frames[-1].kind is FrameKind.END else None
+        for frame in frames:
+            index = checker.accept(frame)
+            node.cache.write_slab(request.entry.block_ids[index], frame.payload)
+        node.metrics.blocks_received(len(frames))
+        return self._end(end, checker) if end is not None else None
 
     def _end(self, frame: Frame, checker: HandoffChecker) -> HandoffEnd:
         end = convert_decode.handoff_end_from_bytes(memoryview(frame.payload))
@@ -78,21 +93,46 @@ class Receiver:
         return end
 
 
-async def _read(messages: AsyncIterator[bytes], slab_bytes: int) -> Frame:
-    """The next frame. grpc shows a stream that was cut off as one that ended, so an end without END is an error."""
+class _Reader:
+    """Reads one stream after its BEGIN. One task, for the whole of it, ends the read under way once that is of no use:
+    two tasks a message would cost more than half of what a message costs besides."""
+
+    def __init__(self, messages: AsyncIterator[bytes], interrupted: asyncio.Event) -> None:
+        self._messages = messages
+        self._interrupted = interrupted
+        self._read: asyncio.Timeout | None = None  # under way
+
+    async def next(self) -> bytes | None:
+        """The next message; None once `interrupted` is set."""
+        if self._interrupted.is_set():
+            return None
+        try:
+            async with asyncio.timeout(None) as self._read:
+                return await _next(self._messages)
+        except TimeoutError:
+            return None
+        finally:
+            self._read = None
+
+    async def end_read(self) -> None:
+        await self._interrupted.wait()
+        if self._read is not None:
+            self._read.reschedule(0)  # long past: at once
+
+
+@contextmanager
+def _reading(messages: AsyncIterator[bytes], interrupted: asyncio.Event) -> Iterator[_Reader]:
+    reader = _Reader(messages, interrupted)
+    ending = asyncio.create_task(reader.end_read())
+    try:
+        yield reader
+    finally:
+        ending.cancel()
+
+
+async def _next(messages: AsyncIterator[bytes]) -> bytes:
+    """grpc shows a stream that was cut off as one that ended, so an end without END is an error."""
     message = await anext(messages, None)
     if message is None:
         raise CorruptBlockError("the KV stream ended before its END frame; nothing of it is used")
-    return decode(message, max_payload_bytes=slab_bytes)
-
-
-async def _read_unless(interrupted: asyncio.Event, messages: AsyncIterator[bytes], slab_bytes: int) -> Frame | None:
-    """The next frame, or None once `interrupted` is set."""
-    read = asyncio.ensure_future(_read(messages, slab_bytes))
-    interrupt = asyncio.ensure_future(interrupted.wait())
-    try:
-        await asyncio.wait((read, interrupt), return_when=asyncio.FIRST_COMPLETED)
-        return read.result() if read.done() else None
-    finally:
-        interrupt.cancel()
-        read.cancel()
+    return message

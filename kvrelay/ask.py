@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from kvrelay.answer_printer import AnswerPrinter
 from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.client_answer import ClientAnswer, describe, facts
 from kvrelay.client_command import make_parser, refuse, run, write
@@ -19,10 +20,10 @@ from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
     ChatPrompt,
+    GenerateRequest,
     Prompt,
     TextPrompt,
     TokenPrompt,
-    TokensGenerated,
 )
 from kvrelay.sampling import SamplingParams
 
@@ -42,27 +43,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _ask(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> None:
+    printer = None if options.json else AnswerPrinter(options.n, write)
     async with AsyncClient(options.address) as client:
         events = client.generate(
-            prompt, sampling, request_id=options.request_id, model=options.model, timeout_s=options.timeout
+            prompt,
+            sampling,
+            request_id=options.request_id,
+            model=options.model,
+            n=options.n,
+            timeout_s=options.timeout,
         )
-        answer = await _collect(events, show=not options.json)
+        answer = await _collect(events, printer)
     if options.json:
         write(json.dumps(describe(answer), ensure_ascii=False) + "\n")
     else:
         write(f"\n\n{facts(answer)}\n")
 
 
-async def _collect(events: AsyncIterator[AnswerEvent], *, show: bool) -> ClientAnswer:
+async def _collect(events: AsyncIterator[AnswerEvent], printer: AnswerPrinter | None) -> ClientAnswer:
     answer = ClientAnswer(time.monotonic())
     try:
         async for event in events:
             answer.add(event, time.monotonic())
-            if show and isinstance(event, TokensGenerated) and event.text:
-                write(event.text)
+            if printer is not None:
+                printer.add(event)
     except KVRelayError:
-        if show and answer.text:
-            write("\n")  # the error gets a line of its own
+        if printer is not None:
+            printer.break_line()  # the error gets a line of its own
         raise
     return answer
 
@@ -85,6 +92,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 def _check(options: argparse.Namespace) -> None:
     if options.timeout is not None and not options.timeout > 0:
         raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
+    GenerateRequest(None, n=options.n).check_n()
     if options.logprobs and not options.json:
         raise InvalidRequestError("--logprobs are only shown by --json; add it, or leave them out")
 
@@ -138,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
     parser.add_argument("--model", default="", metavar="NAME", help="served model; default: the only one")
     parser.add_argument("--request-id", default="", metavar="ID", help="id to cancel by; default: one is chosen")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to ask for, up to 128; default 1")
     parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
     drawing = parser.add_argument_group("how tokens are drawn, and when the answer ends")
     for flag, kind, text in (

@@ -14,7 +14,15 @@ from typing import Any, Self, TypeVar
 
 from kvrelay.cluster import ClusterStatus, ModelInfo
 from kvrelay.errors import UnavailableError
-from kvrelay.inference import GenerateRequest, Prompt, RequestAccepted, RequestFailed, RequestFinished, TokensGenerated
+from kvrelay.inference import (
+    ChoiceFinished,
+    GenerateRequest,
+    Prompt,
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    TokensGenerated,
+)
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.rpc import convert_cluster, convert_inference
 from kvrelay.rpc.calls import Replies, answer
@@ -24,7 +32,7 @@ from kvrelay.sampling import SamplingParams
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 10.0
-AnswerEvent = RequestAccepted | TokensGenerated | RequestFinished
+AnswerEvent = RequestAccepted | TokensGenerated | ChoiceFinished | RequestFinished
 
 
 class AsyncClient:
@@ -54,13 +62,17 @@ class AsyncClient:
         *,
         request_id: str = "",
         model: str = "",
+        n: int = 1,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[AnswerEvent, None]:
         """The answer as it grows; RequestFinished is the last event.
 
+        Of `n` answers the events come mixed, each with the index of its own; ChoiceFinished ends one. Answer i draws
+        with kvrelay.sampling.fork_seed(seed, i).
+
         Raises what refused the request or ended it. Use contextlib.aclosing around it to leave it early.
         """
-        request = GenerateRequest(prompt, sampling or SamplingParams(), request_id, model)
+        request = GenerateRequest(prompt, sampling or SamplingParams(), request_id, model, n)
         call = self._inference.Generate(convert_inference.generate_request_to_pb(request), timeout=timeout_s)
         async with Replies(call, convert_inference.generate_event_from_pb) as events:
             async for event in events:
@@ -125,10 +137,11 @@ class Client:
         *,
         request_id: str = "",
         model: str = "",
+        n: int = 1,
         timeout_s: float | None = None,
     ) -> Iterator[AnswerEvent]:
         """As AsyncClient.generate; leaving the loop cancels the request."""
-        events = self._client.generate(prompt, sampling, request_id=request_id, model=model, timeout_s=timeout_s)
+        events = self._client.generate(prompt, sampling, request_id=request_id, model=model, n=n, timeout_s=timeout_s)
         try:
             while (event := self._wait(_next(events))) is not None:
                 yield event

@@ -30,6 +30,8 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
+JOIN_HELP = "coordinators to join, host:port with commas between; none: serve without a cluster"
+
 _PURPOSES = {
     Role.COORDINATOR.value: "The front door: takes requests, chooses nodes for them, streams the answers.",
     Role.PREFILL_NODE.value: "Computes the KV cache of prompts and streams it to decode nodes.",
@@ -61,7 +63,8 @@ def option(
     """A dataclass field that can be configured; without a default it must be given.
 
     `unit` is shown beside the help; "bytes" makes an int field take sizes such as 512MiB, "host:port" makes a str
-    field take nothing but an address (or ""), and "directory" says what a str field names.
+    field take nothing but an address (or "") and a tuple[str, ...] field any number of different ones, written with
+    commas between (in the file also as an array), and "directory" says what a str field names.
     """
     metadata = {"option": Option(help, unit, tuple(choices), minimum, maximum)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -108,7 +111,7 @@ class NodeConfig(RoleConfig):
     num_blocks: int = option(0, "KV blocks of the pool; 0 derives them from kv_bytes", minimum=0)
     kv_bytes: int = option(512 * 2**20, "memory of the KV pool", unit="bytes", minimum=1)
     block_tokens: int = option(16, "token positions of a block; the same on every node", minimum=1, maximum=1024)
-    coordinator: str = option("", "coordinator to join; none: serve without a cluster", unit="host:port")
+    coordinator: tuple[str, ...] = option((), JOIN_HELP, unit="host:port")
     kvstore: str = option("", "KV store to share prefixes through; none: only this node's own", unit="host:port")
     watchdog_s: float = option(
         10.0, "longest step before the node calls itself stuck and gives its requests up", unit="s", minimum=0.1
@@ -212,6 +215,7 @@ def _argument(field: _Field) -> dict[str, Any]:
     names = {int: "N", float: "X", Path: "PATH"}
     metavar = "{" + ",".join(field.option.choices) + "}" if field.option.choices else names.get(field.type, "TEXT")
     metavar = {"bytes": "SIZE", "host:port": "HOST:PORT", "directory": "DIR"}.get(field.option.unit, metavar)
+    metavar += ",..." if _takes_many(field) else ""
     return {"metavar": metavar, "help": help_text}
 
 
@@ -228,6 +232,8 @@ def _describe(field: _Field) -> str:
 def _show(field: _Field, value: Any) -> str:
     if field.option.unit == "bytes":
         return show_size(value)
+    if _takes_many(field):
+        return ",".join(value)
     return str(value).lower() if field.type is bool else str(value)
 
 
@@ -301,6 +307,8 @@ def _parse(field: _Field, value: Any, source: str) -> Any:
 def _convert(field: _Field, value: Any) -> Any:
     if field.type is bool:
         return _convert_bool(value)
+    if _takes_many(field):
+        return _convert_addresses(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(value)
     if field.type is int:
@@ -326,9 +334,28 @@ def _convert_bool(value: Any) -> bool:
     return text in _TRUE
 
 
+def _takes_many(field: _Field) -> bool:
+    return typing.get_origin(field.type) is tuple
+
+
+def _convert_addresses(value: Any) -> tuple[str, ...]:
+    """Different ones: a node that joins one coordinator twice would push itself out of it."""
+    if isinstance(value, str):
+        value = value.split(",") if value else []
+    if not isinstance(value, list) or not all(isinstance(one, str) and one.strip() for one in value):
+        raise ValueError(value)
+    addresses = tuple(one.strip() for one in value)
+    for address in addresses:
+        _check_address(address)
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(value)
+    return addresses
+
+
 def _check_address(text: str) -> None:
     host, _, port = text.rpartition(":")
-    if text and not (host and port.isdigit() and 0 < int(port) <= MAX_PORT):
+    is_list = any(char in ",;" or char.isspace() for char in host)
+    if text and not (host and not is_list and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise ValueError(text)
 
 
@@ -336,6 +363,8 @@ def _allowed(field: _Field) -> str:
     unit, low, high = field.option.unit, field.option.minimum, field.option.maximum
     if field.option.choices:
         return "one of " + ", ".join(field.option.choices)
+    if _takes_many(field):
+        return "host:port, or several different ones with commas between, such as 127.0.0.1:7400,127.0.0.1:7401"
     if unit == "host:port":
         return "host:port, such as 127.0.0.1:7400"
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}

@@ -104,6 +104,12 @@ class UnavailableError(KVRelayError):
     retryable = True
 
 
+class HandoffFailedError(UnavailableError):
+    """KV did not get from a prefill node to a decode node: told by the first, and no sign that it is broken itself."""
+
+    code = "handoff_failed"
+
+
 class DeadlineError(KVRelayError):
     """A wait ran into its deadline."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.errors import InvalidRequestError
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import CachedTokens, FinishReason, RequestId
+
+MAX_CHOICES = 128  # answers to one prompt, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +45,26 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """As a client sends it. `request_id` empty: the coordinator chooses; `model` empty: the only one served."""
+    """As a client sends it. `request_id` empty: the coordinator chooses; `model` empty: the only one served.
+
+    `n` answers are asked for; answer i draws with fork_seed(seed, i).
+    """
 
     prompt: Prompt | None
     sampling: SamplingParams = SamplingParams()
     request_id: str = ""
     model: str = ""
+    n: int = 1
+
+    def check_n(self) -> None:
+        """Raises InvalidRequestError, naming value and what is allowed."""
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidRequestError(f"n is {self.n}; allowed is [1, {MAX_CHOICES}]")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request consumed, counted once, also after retries."""
+    """What one request consumed, counted once, also after retries; `completion_tokens` of all its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -80,15 +92,30 @@ class RequestAccepted:
 
 @dataclass(frozen=True, slots=True)
 class TokensGenerated:
-    """More of an answer; `text` may lag behind the tokens."""
+    """More of answer `index`; `text` may lag behind the tokens. Events of different answers come in any order."""
 
     tokens: tuple[GeneratedToken, ...]
     text: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """One of several answers is complete; where one was asked for, RequestFinished alone says so."""
+
+    index: int
+    reason: FinishReason
+    stop_string: str
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """`prefill_node` and `decode_node` are the addresses that computed the answer; empty where none was needed."""
+    """`prefill_node` and `decode_node` are the addresses that computed the answer; empty where none was needed.
+
+    Of several answers it tells of the first one; `usage.completion_tokens`, `timing.total_s`, `handoff_bytes` and
+    `retries` are of all.
+    """
 
     reason: FinishReason
     usage: Usage
@@ -102,7 +129,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The terminal event of an accepted request that got no complete answer; fields as of kvrelay.errors."""
+    """The terminal event of an accepted request of which an answer stayed incomplete; fields as of kvrelay.errors."""
 
     code: str
     message: str
@@ -110,4 +137,4 @@ class RequestFailed:
     retry_after_s: float = 0.0
 
 
-GenerateEvent = RequestAccepted | TokensGenerated | RequestFinished | RequestFailed
+GenerateEvent = RequestAccepted | TokensGenerated | ChoiceFinished | RequestFinished | RequestFailed

@@ -25,6 +25,7 @@ from kvrelay.types import Role
 
 DEFAULT_PORT_BASE = 7400
 METRICS_OFFSET = 100
+MAX_COORDINATORS = 9
 MAX_PREFILL_NODES = 10
 MAX_DECODE_NODES = 80
 _OFFSETS = {Role.COORDINATOR: 0, Role.KVSTORE: 1, Role.PREFILL_NODE: 10, Role.DECODE_NODE: 20}
@@ -47,6 +48,7 @@ class PlannedRole:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--coordinators", type=int, default=1, metavar="N", help="coordinators (default: 1)")
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes (default: 1)")
     parser.add_argument(
@@ -62,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_PORT_BASE,
         metavar="N",
-        help="the coordinator's port; kvstore +1, prefill nodes +10.., decode nodes +20.., metrics of each +100 "
+        help="the coordinator's port; kvstore +1, further coordinators +2.., prefill nodes +10.., decode nodes +20.., "
+        "metrics of each +100 "
         f"(default: {DEFAULT_PORT_BASE})",
     )
     parser.add_argument(
@@ -110,6 +113,7 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
 
 def check_shape(options: argparse.Namespace) -> None:
     for flag, count, most in (
+        ("--coordinators", options.coordinators, MAX_COORDINATORS),
         ("--prefill", options.prefill, MAX_PREFILL_NODES),
         ("--decode", options.decode, MAX_DECODE_NODES),
     ):
@@ -137,9 +141,9 @@ def find_model(path: Path | None, say: Say) -> Path:
 
 
 def plan(options: argparse.Namespace, model: Path, data_dir: Path) -> list[PlannedRole]:
-    """The processes of a cluster of this shape, the coordinator first."""
+    """The processes of a cluster of this shape, the coordinators first."""
     counts = {
-        Role.COORDINATOR: 1,
+        Role.COORDINATOR: options.coordinators,
         Role.KVSTORE: int(options.kvstore),
         Role.PREFILL_NODE: options.prefill,
         Role.DECODE_NODE: options.decode,
@@ -153,28 +157,34 @@ def plan(options: argparse.Namespace, model: Path, data_dir: Path) -> list[Plann
 
 
 def _flags_by_role(options: argparse.Namespace, model: Path, data_dir: Path) -> dict[Role, list[str]]:
-    coordinator = f"{options.host}:{options.port_base + _OFFSETS[Role.COORDINATOR]}"
-    kvstore = f"{options.host}:{options.port_base + _OFFSETS[Role.KVSTORE]}"
+    ports = [_port(options, Role.COORDINATOR, index) for index in range(options.coordinators)]
+    coordinators = ",".join(f"{options.host}:{port}" for port in ports)
+    kvstore = f"{options.host}:{_port(options, Role.KVSTORE, 0)}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = options.threads or max(1, cores // (options.prefill + options.decode))
     naming = ["--model", str(model), *(["--model-name", options.model_name] if options.model_name else [])]
-    node = [*naming, "--dtype", options.dtype, "--threads", str(threads), "--coordinator", coordinator]
+    node = [*naming, "--dtype", options.dtype, "--threads", str(threads), "--coordinator", coordinators]
     node += ["--kvstore", kvstore] if options.kvstore else []
     return {
         Role.COORDINATOR: naming,
-        Role.KVSTORE: ["--path", str(data_dir / "kvstore"), "--coordinator", coordinator],
+        Role.KVSTORE: ["--path", str(data_dir / "kvstore"), "--coordinator", coordinators],
         Role.PREFILL_NODE: node,
         Role.DECODE_NODE: node,
     }
 
 
 def _planned(options: argparse.Namespace, role: Role, index: int, count: int, own: list[str]) -> PlannedRole:
-    port = options.port_base + _OFFSETS[role] + index
+    port = _port(options, role, index)
     flags = ["--host", options.host, "--port", str(port), "--metrics-port", str(port + METRICS_OFFSET)]
     flags += ["--grace-s", f"{options.grace_s:g}"]
     flags += ["--config", str(options.config.resolve())] if options.config else []
     name = role.value if count == 1 else f"{role.value}-{index + 1}"
     return PlannedRole(role, name, options.host, port, port + METRICS_OFFSET, (*flags, *own))
+
+
+def _port(options: argparse.Namespace, role: Role, index: int) -> int:
+    past_kvstore = role is Role.COORDINATOR and index > 0
+    return int(options.port_base) + _OFFSETS[role] + index + past_kvstore
 
 
 def check_ports(roles: Sequence[PlannedRole]) -> None:

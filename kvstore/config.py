@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.config import RoleConfig, option
+from kvrelay.config import JOIN_HELP, RoleConfig, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,4 +14,4 @@ class KVStoreConfig(RoleConfig):
     memory_bytes: int = option(1 << 30, "slabs kept in memory", unit="bytes", minimum=0)
     path: str = option("", "directory of the LMDB tier; none: memory only", unit="directory")
     disk_bytes: int = option(4 << 30, "size its LMDB file may reach", unit="bytes", minimum=1 << 20)
-    coordinator: str = option("", "coordinator to join; none: serve without a cluster", unit="host:port")
+    coordinator: tuple[str, ...] = option((), JOIN_HELP, unit="host:port")

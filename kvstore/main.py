@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
-from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.raw import KV_TRANSFER
 from kvrelay.types import InstanceId, Role
 from kvstore.config import KVStoreConfig
@@ -36,7 +36,7 @@ class KVStoreApp:
         self._store = Store(MemoryTier(config.memory_bytes), disk, time.monotonic)
         self._service = KVStoreService(self._store)
         self._readiness = Readiness()
-        self._membership: Membership | None = None
+        self._memberships: Memberships | None = None
         StoreCollector(registry, self._store.stats)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -45,22 +45,21 @@ class KVStoreApp:
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness
         await self._store.start()
-        if self._config.coordinator:
-            info = NodeInfo(Role.KVSTORE, self._instance_id, address, None)
-            self._membership = Membership(self._config.coordinator, info, self.status)
-            await self._membership.start()
+        info = NodeInfo(Role.KVSTORE, self._instance_id, address, None)
+        self._memberships = Memberships(self._config.coordinator, info, self.status)
+        await self._memberships.start()
         readiness.set(True)
 
     async def drain(self, deadline_s: float) -> None:
         """Writes what was accepted."""
         self._service.draining = True
-        if self._membership is not None:
-            self._membership.changed()
+        if self._memberships is not None:
+            self._memberships.changed()
         await self._store.flush(deadline_s)
 
     async def close(self) -> None:
-        if self._membership is not None:
-            await self._membership.close()
+        if self._memberships is not None:
+            await self._memberships.close()
         await self._store.close()
 
     def status(self) -> NodeStatus:

@@ -56,12 +56,17 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
     async def get(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         """Frames of the blocks asked for, in order; the stream ends before the first that is not proven."""
         wire = convert_types.parse(kvstore_pb2.GetRequest, request)
-        index = 0
+        packer, index = frame.Packer(), 0
         async with aclosing(self._store.get(_keys(wire.namespace, wire.block_hashes))) as found:
             async for block, tier in found:
                 block_hash = BlockHash(wire.block_hashes[index])
-                yield frame.encode(frame.block_frame(index, block_hash, block.payload, block.checksum, tier))
+                message = packer.add(frame.block_frame(index, block_hash, block.payload, block.checksum, tier))
+                if message is not None:
+                    yield message
                 index += 1
+        last = packer.rest()
+        if last is not None:
+            yield last
 
     async def put(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
         """BEGIN, BLOCK..., END. Each block is kept as it is proven; a stream that breaks leaves the earlier ones.
@@ -73,16 +78,22 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         namespace: bytes | None = None
         received = _Received()
         async for message in messages:
-            found = frame.decode(message, max_payload_bytes=MAX_SLAB_BYTES)
-            if namespace is None:
-                namespace = _begin(found)
-            elif found.kind is FrameKind.END:
-                received.check_end(found)
+            frames = frame.decode(message, max_payload_bytes=MAX_SLAB_BYTES)
+            for found in frames:
+                if namespace is None:
+                    namespace = _begin(found)
+                elif received.ended:
+                    raise InvalidRequestError(f"Put: a {found.kind.name} frame follows END")
+                elif found.kind is FrameKind.END:
+                    received.end(found)
+                else:
+                    key = namespace + received.take(found)
+                    # A view into a message of several would keep them all in memory for as long as one of them.
+                    payload = found.payload if len(frames) == 1 else bytes(found.payload)
+                    received.count(key, await self._store.put(key, StoredBlock(payload, found.checksum)))
+            if received.ended:
                 self._store.touch(received.keys)
                 return received.reply().SerializeToString()
-            else:
-                key = namespace + received.take(found)
-                received.count(key, await self._store.put(key, StoredBlock(found.payload, found.checksum)))
         raise InvalidRequestError("a Put stream ended without an END frame")
 
 
@@ -91,6 +102,7 @@ class _Received:
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
+        self.ended = False
         self._chain = ChecksumChain()
         self._outcomes = dict.fromkeys(PutOutcome, 0)
 
@@ -107,12 +119,13 @@ class _Received:
         self.keys.append(key)
         self._outcomes[outcome] += 1
 
-    def check_end(self, found: Frame) -> None:
+    def end(self, found: Frame) -> None:
         end = convert_types.parse(decode_pb2.HandoffEnd, bytes(found.payload))
         if end.num_blocks != len(self.keys) or end.checksum != self._chain.digest():
             raise CorruptBlockError(
                 f"Put: END tells of {end.num_blocks} blocks, or of others than the {len(self.keys)} here"
             )
+        self.ended = True
 
     def reply(self) -> kvstore_pb2.PutReply:
         return kvstore_pb2.PutReply(

@@ -77,7 +77,7 @@ class PrefillApp:
         return PrefillJobs(
             self.host.engine,
             loaded.info,
-            KVAccess(loaded.cache.read_slab, loaded.cache.write_slab),
+            KVAccess(loaded.cache.view_slabs, loaded.cache.write_slab),
             links,
             self._metrics,
             stall_s=self._config.handoff_stall_s,

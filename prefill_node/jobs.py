@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.cluster import ModelInfo, NodeStatus
@@ -24,16 +25,16 @@ from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
-from prefill_node.sender import HandoffReport, HandoffSender
+from prefill_node.sender import NO_HANDOFF, HandoffReport, HandoffSender
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KVAccess:
-    """How the event loop touches a job's blocks: plain memory copies, both. See `kvrelay.kv.cache.PagedKVCache`."""
+    """How the event loop touches a job's blocks: plain memory, both. See `kvrelay.kv.cache.PagedKVCache`."""
 
-    read_slab: Callable[[BlockId], bytes]
+    view_slabs: Callable[[Seq[BlockId]], Seq[Buffer]]
     write_slab: Callable[[BlockId, Buffer], None]
 
 
@@ -177,7 +178,7 @@ class PrefillJobs:
         started: float,
     ) -> PrefillFinished:
         try:
-            report = await self._hand_off(sequence, target, progress) if target else HandoffReport(0.0, 0)
+            report = await self._hand_off(sequence, target, progress) if target else NO_HANDOFF
             token = await progress.finished()
         finally:
             if progress.first_token is not None:  # also when the handoff failed: the blocks are here for the next
@@ -189,7 +190,7 @@ class PrefillJobs:
         async with self._links.use(target.address) as channel:
             call = raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()
             sender = HandoffSender(
-                *(call, target, self._model, sequence, progress, self._kv.read_slab),
+                *(call, target, self._model, sequence, progress, self._kv.view_slabs),
                 stall_s=self._stall_s,
                 clock=self._clock,
             )

@@ -33,6 +33,12 @@ class PrefillMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
+        self._tail_s = Histogram(
+            "kvrelay_handoff_tail_seconds",
+            "From a prompt's first token to its handoff's commit: what a handoff adds after the last chunk.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
         for tier in ("device", "memory", "disk"):
             self._cached.labels(tier)
 
@@ -48,3 +54,4 @@ class PrefillMetrics:
 
     def handed_off(self, report: HandoffReport) -> None:
         self._handoffs.committed(report.num_bytes, report.handoff_s)
+        self._tail_s.observe(report.tail_s)

@@ -1,15 +1,18 @@
 """Streams one prompt's KV to the decode node that reserved blocks for it, while later chunks still compute.
 
 BEGIN, then every block from the first one wanted as soon as its KV is final, the partial last one as TAIL, then END
-with the first token. At most WINDOW blocks are on the way unacknowledged: that bounds memory, whatever the receiver's
-pace, and keeps pings on the same connection short. A slab is read just before it is written, never sooner.
+with the first token. A message takes what is final when it is made, up to about 1 MiB, and waits for no more. At most
+WINDOW messages are on the way unanswered: that bounds memory, whatever the receiver's pace, and keeps pings on the same
+connection short. Slabs are looked at just before they are written, never sooner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,28 +20,48 @@ import grpc
 
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import CancelledError, KVRelayError, UnavailableError
-from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, encode, tail_frame
-from kvrelay.kv.hashing import ChecksumChain
-from kvrelay.messages import HandoffBegin, HandoffEnd, HandoffTarget
+from kvrelay.errors import (
+    CancelledError,
+    CorruptBlockError,
+    DeadlineError,
+    HandoffFailedError,
+    KVRelayError,
+    UnavailableError,
+)
+from kvrelay.kv.frame import (
+    Frame,
+    FrameKind,
+    block_frame,
+    control_frame,
+    encode,
+    fit,
+    frames_per_message,
+    tail_frame,
+)
+from kvrelay.kv.hashing import Buffer, ChecksumChain
+from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, HandoffTarget
 from kvrelay.rpc import convert_decode
 from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import cancelling
-from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockId
 from prefill_node.progress import Progress
 
-WINDOW = 2  # blocks on the way; a third gains no throughput and costs latency to everyone on the connection
+WINDOW = 2  # messages on the way; a third gains no throughput and costs latency to everyone on the connection
 
 ReceiveCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffReport:
-    """`handoff_s` runs from the first frame to the commit; `num_bytes` counts slabs, the partial one included."""
+    """`handoff_s` runs from the first frame to the commit, `tail_s` to it from when the first token was known, which is
+    when the last chunk was computed; `num_bytes` counts slabs, the partial one included."""
 
     handoff_s: float
     num_bytes: int
+    tail_s: float
+
+
+NO_HANDOFF = HandoffReport(0.0, 0, 0.0)
 
 
 class HandoffSender:
@@ -51,71 +74,110 @@ class HandoffSender:
         model: ModelInfo,
         sequence: Sequence,
         progress: Progress,
-        read_slab: Callable[[BlockId], bytes],
+        view_slabs: Callable[[Seq[BlockId]], Seq[Buffer]],
         *,
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`progress` is the job's, admitted; `stall_s` bounds each wait for the decode node."""
+        """`progress` is the job's, admitted, and told times of `clock`. `view_slabs` is `PagedKVCache`'s.
+
+        `stall_s` bounds how long the decode node may leave a message unanswered, from the first one on.
+        """
         self._call = call
         self._target = target
         self._model = model
         self._num_tokens = sequence.num_tokens
         self._hashes = sequence.block_hashes
         self._progress = progress
-        self._read_slab = read_slab
+        self._view_slabs = view_slabs
         self._stall_s = stall_s
         self._clock = clock
         self._chain = ChecksumChain()
-        self._num_sent = 0
+        self._num_sent = 0  # blocks, as the next two
+        self._num_blocks = model.layout.blocks_for(sequence.num_tokens) - target.first_block
+        self._most_blocks = frames_per_message(model.layout.slab_bytes)  # of one message
         self._num_bytes = 0
-        self._accepted = False  # the decode node answered BEGIN
-        self._num_received = 0  # as the decode node says
+        self._unanswered: deque[int] = deque()  # a message each: blocks sent up to and with it
+        self._answer_due = asyncio.timeout(None)
         self._end_written = False
         self._committed = False
 
     async def send(self) -> HandoffReport:
         """Returns once the decode node has committed. The call is over when this ends, however it ends."""
         started = self._clock()
-        async with cancelling(self._call):
-            reader = asyncio.create_task(self._read_events())
-            reader.add_done_callback(lambda _: self._progress.notify())
-            try:
-                await self._write_frames(reader)
-                await self._wait_for_peer(reader, lambda: self._committed)
-            finally:
-                reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
-        return HandoffReport(self._clock() - started, self._num_bytes)
+        try:
+            async with self._answer_due, cancelling(self._call):
+                await self._send()
+        except TimeoutError:
+            raise self._stalled() from None
+        ended = self._clock()
+        return HandoffReport(ended - started, self._num_bytes, ended - self._progress.finished_at)
 
-    async def _write_frames(self, reader: asyncio.Task[None]) -> None:
-        await self._write(reader, control_frame(FrameKind.BEGIN, convert_decode.handoff_begin_to_bytes(self._begin())))
-        # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves
-        # before BEGIN was answered: refusals come there, and are heard.
-        await self._wait_for_peer(reader, lambda: self._accepted)
-        for index in range(self._target.first_block, self._num_blocks):
-            await self._wait_for_kv(reader, self._end_of(index))
-            await self._wait_for_peer(reader, lambda: self._num_sent - self._num_received < WINDOW)
-            frame = self._frame(index)
-            self._chain.add(frame.checksum)
-            self._num_sent += 1
-            self._num_bytes += len(frame.payload)
-            await self._write(reader, frame)
-        await self._wait_for_engine(reader, lambda: self._progress.first_token is not None)
-        assert self._progress.first_token is not None
-        end = self._end(self._progress.first_token)
-        self._end_written = True
-        await self._write(reader, control_frame(FrameKind.END, convert_decode.handoff_end_to_bytes(end)))
+    async def _send(self) -> None:
+        reader = asyncio.create_task(self._read_events())
+        reader.add_done_callback(lambda _: self._progress.notify())
+        try:
+            begin = convert_decode.handoff_begin_to_bytes(self._begin())
+            await self._write(reader, encode(control_frame(FrameKind.BEGIN, begin)))
+            # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves
+            # before BEGIN was answered: refusals come there, and are heard.
+            await self._wait(reader, lambda: not self._unanswered)
+            while not self._end_written:
+                await self._wait(reader, lambda: len(self._unanswered) < WINDOW and self._has_frames)
+                await self._write(reader, self._message())
+            await self._wait(reader, lambda: self._committed)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
 
     # Frames
 
     @property
-    def _num_blocks(self) -> int:
-        return self._model.layout.blocks_for(self._num_tokens)
+    def _num_final(self) -> int:
+        """Blocks of this handoff whose KV is computed."""
+        num_tokens, layout = self._progress.num_computed_tokens, self._model.layout
+        num_blocks = (
+            layout.blocks_for(num_tokens) if num_tokens >= self._num_tokens else num_tokens // layout.block_tokens
+        )
+        return num_blocks - self._target.first_block
 
-    def _end_of(self, index: int) -> int:
-        """Positions that must be final before block `index` may leave."""
-        return min((index + 1) * self._model.layout.block_tokens, self._num_tokens)
+    @property
+    def _may_end(self) -> bool:
+        return self._num_sent == self._num_blocks and self._progress.first_token is not None
+
+    @property
+    def _has_frames(self) -> bool:
+        return self._num_final > self._num_sent or self._may_end
+
+    def _message(self) -> bytes:
+        """What may leave now, as far as one message holds it: blocks, and END if it has room beside the last ones.
+
+        No await may come between the look at the blocks and the copy that is made of them here.
+        """
+        frames = self._take_blocks()
+        if self._may_end:
+            end = control_frame(FrameKind.END, convert_decode.handoff_end_to_bytes(self._end()))
+            if fit(*frames, end):
+                frames.append(end)
+                self._end_written = True
+        return encode(*frames)
+
+    def _take_blocks(self) -> list[Frame]:
+        first = self._target.first_block + self._num_sent
+        num_blocks = min(self._num_final - self._num_sent, self._most_blocks)
+        slabs = self._view_slabs(self._progress.block_ids[first : first + num_blocks])
+        frames = [self._frame(index, slab) for index, slab in enumerate(slabs, first)]
+        for frame in frames:
+            self._chain.add(frame.checksum)
+        self._num_sent += len(frames)
+        self._num_bytes += len(frames) * self._model.layout.slab_bytes
+        return frames
+
+    def _frame(self, index: int, slab: Buffer) -> Frame:
+        if index < len(self._hashes):
+            return block_frame(index, self._hashes[index], slab)
+        num_tail_tokens = self._num_tokens - index * self._model.layout.block_tokens
+        return tail_frame(index, num_tail_tokens, self._model.layout.without_rest(slab, num_tail_tokens))
 
     def _begin(self) -> HandoffBegin:
         return HandoffBegin(
@@ -125,59 +187,44 @@ class HandoffSender:
             model_fingerprint=self._model.fingerprint,
             layout_fingerprint=self._model.layout.fingerprint,
             first_block=self._target.first_block,
-            num_blocks=self._num_blocks - self._target.first_block,
+            num_blocks=self._num_blocks,
         )
 
-    def _frame(self, index: int) -> Frame:
-        slab = self._read_slab(self._progress.block_ids[index])
-        if index < len(self._hashes):
-            return block_frame(index, self._hashes[index], slab)
-        num_tail_tokens = self._num_tokens - index * self._model.layout.block_tokens
-        return tail_frame(index, num_tail_tokens, self._model.layout.without_rest(slab, num_tail_tokens))
+    def _end(self) -> HandoffEnd:
+        assert self._progress.first_token is not None
+        return HandoffEnd(self._num_sent, self._chain.digest(), self._progress.first_token)
 
-    def _end(self, first_token: GeneratedToken) -> HandoffEnd:
-        return HandoffEnd(self._num_sent, self._chain.digest(), first_token)
+    # Waits; each also ends when the decode node ends the call, or leaves a message unanswered for too long
 
-    # Waits; each also ends when the decode node ends the call
-
-    async def _wait_for_kv(self, reader: asyncio.Task[None], num_tokens: int) -> None:
-        await self._wait_for_engine(reader, lambda: self._progress.num_computed_tokens >= num_tokens)
-
-    async def _wait_for_engine(self, reader: asyncio.Task[None], ready: Callable[[], bool]) -> None:
-        """Bounded by the Prefill call's own deadline and the engine's watchdog."""
+    async def _wait(self, reader: asyncio.Task[None], ready: Callable[[], bool]) -> None:
+        """What the engine has to do first is bounded by the Prefill call's own deadline and the engine's watchdog."""
         await self._progress.wait_until(lambda: ready() or reader.done())
         if not ready():
             reader.result()
 
-    async def _wait_for_peer(self, reader: asyncio.Task[None], ready: Callable[[], bool]) -> None:
+    async def _write(self, reader: asyncio.Task[None], message: bytes) -> None:
+        self._unanswered.append(self._num_sent)
+        if len(self._unanswered) == 1:
+            self._expect_answer()
         try:
-            async with asyncio.timeout(self._stall_s):
-                await self._progress.wait_until(lambda: ready() or reader.done())
-        except TimeoutError:
-            raise self._stalled() from None
-        if not ready():
-            reader.result()
-
-    async def _write(self, reader: asyncio.Task[None], frame: Frame) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self._call.write(encode(frame))
-        except TimeoutError:
-            raise self._stalled() from None
+            await self._call.write(message)
         except asyncio.InvalidStateError:
             await reader  # the call was over before; it knows why
             raise
         except grpc.aio.AioRpcError as error:
             raise self._named(UnavailableError("the KV stream broke")) from error
 
+    def _expect_answer(self) -> None:
+        """From now on, if one is due; a prompt that is slow to compute is not the decode node's fault."""
+        if not self._answer_due.expired():
+            due = asyncio.get_running_loop().time() + self._stall_s
+            self._answer_due.reschedule(due if self._unanswered else None)
+
     async def _read_events(self) -> None:
         """Returns after the commit; raises whatever else ends the call."""
         try:
             async for event in Replies(self._call, convert_decode.blocks_received_from_bytes):
-                self._accepted = True
-                self._num_received = event.num_blocks
-                self._committed = event.committed and self._end_written
-                self._progress.notify()
+                self._take_answer(event)
                 if event.committed:
                     break
         except KVRelayError as error:
@@ -185,13 +232,22 @@ class HandoffSender:
         if not self._committed:
             raise self._named(UnavailableError("it ended the KV stream before the handoff was complete"))
 
+    def _take_answer(self, event: BlocksReceived) -> None:
+        num_blocks = self._unanswered.popleft() if self._unanswered else None
+        if event.num_blocks != num_blocks:
+            raise CorruptBlockError(f"it answers for {event.num_blocks} blocks; {num_blocks} were due")
+        self._committed = event.committed and self._end_written
+        self._expect_answer()
+        self._progress.notify()
+
     def _stalled(self) -> KVRelayError:
         return self._named(UnavailableError(f"no progress on the KV stream for {self._stall_s:g} s"))
 
     def _named(self, error: KVRelayError) -> KVRelayError:
-        """Says that the decode node failed, not this one. A call it cancelled under us means that it is going away."""
-        if isinstance(error, CancelledError):
-            error = UnavailableError(error.message)
+        """Says that the way to the decode node failed, not this node. A call cancelled under us means that it is going
+        away; what it refused in so many words keeps its kind."""
+        if isinstance(error, CancelledError | UnavailableError | DeadlineError):
+            error = HandoffFailedError(error.message)
         error.message = f"decode node {self._target.address}: {error.message}"
         error.args = (error.message,)
         return error

@@ -22,10 +22,13 @@ from kvrelay.kv.offload import Offloader
 from kvrelay.kv.remote import StoreClient
 from kvrelay.model.weight_source import WeightForms
 from kvrelay.rpc.health import Readiness
-from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.memberships import Memberships
 from kvrelay.types import BlockHash, InstanceId, Role
 
 HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
+# Watchdog times that one step may hang before only a restart helps. A step that is merely slow (a machine that swaps, a
+# device that resets) ends well before; a restart costs the model's load and every block cached here, so it comes late.
+HOPELESS_WATCHDOGS = 6
 
 C = TypeVar("C", bound=EngineCore)
 
@@ -61,7 +64,7 @@ class EngineHost(Generic[C]):
         self._max_decode_rows = max_decode_rows
         self._loaded: LoadedEngine | None = None  # set on the engine thread before its start is told
         self._offloader: Offloader | None = None
-        self._membership: Membership | None = None
+        self._memberships: Memberships | None = None
         self._closing = AsyncExitStack()
 
     async def start(self, readiness: Readiness) -> LoadedEngine:
@@ -103,19 +106,18 @@ class EngineHost(Generic[C]):
             self._offloader.offer(hashes)
 
     async def join(self, role: Role, address: str) -> None:
-        """Everything is there: joins the configured coordinator, if any, and sets readiness from now on."""
-        if self._config.coordinator:
-            info = NodeInfo(role, self._instance_id, address, self.loaded.info)
-            self._membership = Membership(self._config.coordinator, info, self._status)
-            self._closing.push_async_callback(self._membership.close)
-            await self._membership.start()
+        """Everything is there: joins the configured coordinators, if any, and sets readiness from now on."""
+        info = NodeInfo(role, self._instance_id, address, self.loaded.info)
+        self._memberships = Memberships(self._config.coordinator, info, self._status)
+        self._closing.push_async_callback(self._memberships.close)
+        await self._memberships.start()
         self._look_at_health()
         self.spawn(self._watch_health())
 
     def changed(self) -> None:
-        """`status` reads otherwise now: the coordinator hears of it at once."""
-        if self._membership is not None:
-            self._membership.changed()
+        """`status` reads otherwise now: the coordinators hear of it at once."""
+        if self._memberships is not None:
+            self._memberships.changed()
 
     def on_close(self, close: Callable[[], Awaitable[object]]) -> None:
         """Has `close` called before what was started so far is closed."""
@@ -166,3 +168,12 @@ class EngineHost(Generic[C]):
             self.changed()
         if stuck:
             self._on_stuck()
+        self._look_at_life()
+
+    def _look_at_life(self) -> None:
+        busy_s = self.engine.busy_s(time.monotonic())
+        hopeless = busy_s > HOPELESS_WATCHDOGS * self._config.watchdog_s
+        self.readiness.set_alive(
+            not (self.engine.died or hopeless),
+            "the engine thread has ended" if self.engine.died else f"one engine step has taken {busy_s:.0f} s so far",
+        )

@@ -79,6 +79,7 @@ class EngineLoop(Generic[C]):
         self._busy_since: float | None = None  # start of the step or command that runs now; None while idle
         self._open = False  # takes commands
         self._making = False  # the thread is inside make_core
+        self._told_to_stop = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[None] | None = None
@@ -122,8 +123,17 @@ class EngineLoop(Generic[C]):
         """Whether the thread has work and finished nothing for `watchdog_s`, or died; `now` is by the same clock."""
         if self._thread is not None and not self._open:
             return True
+        return self.busy_s(now) > self._watchdog_s
+
+    def busy_s(self, now: float) -> float:
+        """How long the step or command that runs now has taken so far; 0 while idle."""
         busy_since = self._busy_since
-        return busy_since is not None and now - busy_since > self._watchdog_s
+        return 0.0 if busy_since is None else now - busy_since
+
+    @property
+    def died(self) -> bool:
+        """Whether the thread has ended without being told to."""
+        return self._ended is not None and self._ended.done() and not self._told_to_stop
 
     async def stop(self) -> None:
         """Ends the thread after the step it is in; commands it had not come to get UnavailableError.
@@ -131,6 +141,7 @@ class EngineLoop(Generic[C]):
         A core that is still being made is given up.
         """
         self._open = False
+        self._told_to_stop = True
         self._commands.put(None)
         if self._making and self._thread is not None and self._thread.ident is not None:
             # Loading takes seconds and has no hook to stop it; it ends at the thread's next bytecode.

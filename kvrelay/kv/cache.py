@@ -1,7 +1,7 @@
 """The KV tensors of a node, block-major: one block of all layers is one contiguous slab of bytes.
 
-The engine thread reads and writes through torch; `read_slab` and `write_slab` are plain memory copies that the
-event loop may do itself, for blocks whose ownership (see kvrelay.kv.pool) keeps the engine away from them.
+The engine thread reads and writes through torch; `read_slab`, `view_slabs` and `write_slab` are plain memory accesses
+that the event loop may do itself, for blocks whose ownership (see kvrelay.kv.pool) keeps the engine away from them.
 
 On CUDA the slabs move on a stream of their own, beside the stream that computes. There is one of each in a process and
 no third: prefill and decode are different nodes, so that neither ever waits behind the other's kernels.
@@ -13,12 +13,14 @@ import contextlib
 import math
 import mmap
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrelay.errors import CorruptBlockError
+from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.layout import KVLayout
 from kvrelay.types import BlockId
 
@@ -42,6 +44,7 @@ class PagedKVCache:
         # One row a token position, K or V, of one layer: what `store` writes to.
         self.rows = all_blocks.view(-1, layout.num_kv_heads, layout.head_dim)
         self._all_blocks = all_blocks
+        self._slab_bytes = layout.slab_bytes
         self._bytes = _raw_bytes(self.tensor) if not self.tensor.is_cuda else None
         self._copies = _SlabCopies(all_blocks) if self.tensor.is_cuda else None
 
@@ -83,11 +86,19 @@ class PagedKVCache:
 
         On CUDA the caller waits for the copy alone (2 MiB take some 50 us over PCIe 5), no computation does.
         """
+        return bytes(self.view_slabs((block_id,))[0])
+
+    def view_slabs(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
+        """Slabs that may not be written to, of blocks that nobody may be writing, as for `read_slab`.
+
+        On the CPU they are the blocks' own memory, not copies: the caller must hold the blocks for as long as it looks
+        at them, so it is done with them before its next await. On CUDA they are copies, for which it waits once.
+        """
         if self._copies is not None:
-            return self._copies.read(block_id)
+            return list(self._copies.read(block_ids))
         assert self._bytes is not None
-        start = block_id * self.layout.slab_bytes
-        return bytes(self._bytes[start : start + self.layout.slab_bytes])
+        size = self._slab_bytes
+        return [self._bytes[block_id * size : (block_id + 1) * size].toreadonly() for block_id in block_ids]
 
     def write_slab(self, block_id: BlockId, payload: bytes | bytearray | memoryview) -> None:
         """Fills one block, which the caller's reservation owns. CorruptBlockError unless slab_bytes are given.
@@ -95,14 +106,14 @@ class PagedKVCache:
         On CUDA the copy may still be under way at the return: `order_after_writes` before what reads it on the device.
         """
         source = memoryview(payload).cast("B")
-        if source.nbytes != self.layout.slab_bytes:
-            raise CorruptBlockError(f"a slab of {source.nbytes} bytes; this layout's have {self.layout.slab_bytes}")
+        if source.nbytes != self._slab_bytes:
+            raise CorruptBlockError(f"a slab of {source.nbytes} bytes; this layout's have {self._slab_bytes}")
         if self._copies is not None:
             self._copies.write(block_id, source)
             return
         assert self._bytes is not None
-        start = block_id * self.layout.slab_bytes
-        self._bytes[start : start + self.layout.slab_bytes] = source
+        start = block_id * self._slab_bytes
+        self._bytes[start : start + self._slab_bytes] = source
 
     def order_after_writes(self) -> None:
         """What the calling thread queues from now on runs after every slab written so far; the host does not wait."""
@@ -153,12 +164,20 @@ class _SlabCopies:
         self._written: torch.cuda.Event | None = None  # the last write: the stream's order makes it every write
         self._lock = threading.Lock()  # the event loop copies handoffs, the engine thread what it swaps
 
-    def read(self, block_id: int) -> bytes:
+    def read(self, block_ids: Sequence[int]) -> list[bytes]:
+        """As many at a time as there are buffers, with one wait for all of them."""
+        slabs: list[bytes] = []
         with self._lock:
-            staging = self._next()
-            self._copy(staging, staging.slab, self._slabs[block_id])
-            staging.event.synchronize()
-            return bytes(staging.bytes())
+            for start in range(0, len(block_ids), len(self._ring)):
+                filling = [self._start_read(block_id) for block_id in block_ids[start : start + len(self._ring)]]
+                filling[-1].event.synchronize()  # the stream's order makes it the others' too
+                slabs += [bytes(staging.bytes()) for staging in filling]
+        return slabs
+
+    def _start_read(self, block_id: int) -> _Staging:
+        staging = self._next()
+        self._copy(staging, staging.slab, self._slabs[block_id])
+        return staging
 
     def write(self, block_id: int, source: memoryview) -> None:
         with self._lock:

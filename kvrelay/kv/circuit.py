@@ -27,12 +27,16 @@ class Circuit:
         """Also while half-open."""
         return self._open_s > 0.0
 
+    def blocks(self, now: float) -> bool:
+        """Whether a call made now would not be allowed; asking changes nothing."""
+        return self.is_open and now < self._next_trial_at
+
     def allows(self, now: float) -> bool:
         """Whether to make a call now. While half-open only the first one to ask may."""
+        if self.blocks(now):
+            return False
         if not self.is_open:
             return True
-        if now < self._next_trial_at:
-            return False
         self._next_trial_at = now + self._open_s
         self._on_trial = True
         return True

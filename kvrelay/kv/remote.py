@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class StoreClient:
     """One store, one model. Made and used on one event loop.
 
-    `timeout_s` bounds the wait for each answer and for each block. `num_failures` counts calls that failed,
+    `timeout_s` bounds the wait for each answer and for each message of blocks. `num_failures` counts calls that failed,
     `num_corrupt` blocks that arrived and were not what was asked for.
     """
 
@@ -72,14 +72,17 @@ class StoreClient:
         call = self._get(request.SerializeToString())
         try:
             async with Replies(call, bytes) as messages:
-                for index, block_hash in enumerate(hashes[:MAX_HASHES]):
+                num_found = 0
+                while num_found < len(request.block_hashes):
                     async with asyncio.timeout(self._timeout_s):
                         message = await anext(messages, None)
                     self._succeeded()
                     if message is None:
                         return
-                    found = self._prove(message, index, block_hash)
-                    yield block_hash, found.payload, found.tier
+                    for found in self._decode(message, num_found, hashes):
+                        num_found += 1
+                        frame.verify(found)
+                        yield found.block_hash, found.payload, found.tier
         except CorruptBlockError as error:
             self.num_corrupt += 1
             self._failed(error)
@@ -92,7 +95,7 @@ class StoreClient:
             return 0
         timeout_s = self._timeout_s + sum(len(slab) for _, slab in blocks) / MIN_PUT_RATE
         try:
-            reply = await answer(self._put(self._put_messages(blocks), timeout=timeout_s), _put_reply)
+            reply = await answer(self._put(frame.pack(self._put_frames(blocks)), timeout=timeout_s), _put_reply)
         except KVRelayError as error:
             self._failed(error)
             return 0
@@ -114,26 +117,29 @@ class StoreClient:
         self._succeeded()
         return tiers
 
-    def _prove(self, message: bytes, index: int, block_hash: BlockHash) -> Frame:
-        """The frame of the block that was asked for. Raises CorruptBlockError."""
-        found = frame.decode(message, max_payload_bytes=self._slab_bytes)
-        if (found.kind, found.block_index, found.block_hash) != (FrameKind.BLOCK, index, block_hash):
-            raise CorruptBlockError(f"the store sent another frame than block {index}")
-        if len(found.payload) != self._slab_bytes:
-            raise CorruptBlockError(f"block {index} has {len(found.payload)} bytes; a slab has {self._slab_bytes}")
-        frame.verify(found)
-        return found
+    def _decode(self, message: bytes, index: int, hashes: Sequence[BlockHash]) -> list[Frame]:
+        """The frames of the blocks that were asked for, from `index` on; not verified. Raises CorruptBlockError."""
+        frames = frame.decode(message, max_payload_bytes=self._slab_bytes)
+        for position, found in enumerate(frames, index):
+            wanted = hashes[position] if position < len(hashes) else None
+            if (found.kind, found.block_index, found.block_hash) != (FrameKind.BLOCK, position, wanted):
+                raise CorruptBlockError(f"the store sent another frame than block {position}")
+            if len(found.payload) != self._slab_bytes:
+                raise CorruptBlockError(
+                    f"block {position} has {len(found.payload)} bytes; a slab has {self._slab_bytes}"
+                )
+        return frames
 
-    def _put_messages(self, blocks: Sequence[tuple[BlockHash, bytes]]) -> Iterator[bytes]:
+    def _put_frames(self, blocks: Sequence[tuple[BlockHash, bytes]]) -> Iterator[Frame]:
         begin = kvstore_pb2.PutBegin(namespace=self._namespace).SerializeToString()
-        yield frame.encode(frame.control_frame(FrameKind.BEGIN, begin))
+        yield frame.control_frame(FrameKind.BEGIN, begin)
         chain = ChecksumChain()
         for index, (block_hash, slab) in enumerate(blocks):
             block = frame.block_frame(index, block_hash, slab)
             chain.add(block.checksum)
-            yield frame.encode(block)
+            yield block
         end = decode_pb2.HandoffEnd(num_blocks=len(blocks), checksum=chain.digest()).SerializeToString()
-        yield frame.encode(frame.control_frame(FrameKind.END, end))
+        yield frame.control_frame(FrameKind.END, end)
 
     def _succeeded(self) -> None:
         if self._circuit.is_open:

@@ -301,9 +301,9 @@ class GetStatusReply(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
-    """Requests waiting for admission."""
+    """Answers waiting for admission; a request for several counts once for each that has begun to wait."""
     num_running: _builtins.int
-    """Requests admitted and not ended."""
+    """Answers admitted and not ended."""
     ready: _builtins.bool
     """The coordinator takes new requests."""
     @_builtins.property

@@ -79,12 +79,17 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; 1 to 128 printable ASCII characters; empty: the coordinator chooses one."""
     model: _builtins.str
     """A served model's name; empty: the only one."""
     text: _builtins.str
     """Tokenized as it stands, special tokens recognised, no template."""
+    n: _builtins.int
+    """Answers to compute, 1 to 128; 0: one. Answer 0 draws with the seed, answer i with a seed hashed from it and i, which
+    alone would give the same tokens. With temperature 0 all are equal. Each waits for room and counts in the queue.
+    """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Used as they stand."""
@@ -106,10 +111,11 @@ class GenerateRequest(_message.Message):
         token_ids: _types_pb2.TokenIds | None = ...,
         chat: Global___Chat | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -132,9 +138,9 @@ class RequestAccepted(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     seed: _builtins.int
-    """The seed of its draws, chosen here if the client set none."""
+    """The seed of its draws, chosen here if the client set none; of n answers, the first one's."""
     max_tokens: _builtins.int
-    """Tokens it may generate at most, after caps."""
+    """Tokens an answer may have at most, after caps."""
     def __init__(
         self,
         *,
@@ -153,18 +159,21 @@ Global___RequestAccepted: _TypeAlias = RequestAccepted  # noqa: Y015
 
 @_typing.final
 class TokensGenerated(_message.Message):
-    """More of the answer. Text may lag behind token_ids while it could be half a character or a stop string."""
+    """More of an answer. Text may lag behind token_ids while it could be half a character or a stop string."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text that became certain; concatenated over events it is the whole answer."""
+    """Text that became certain; concatenated over the answer's events it is the whole answer."""
+    index: _builtins.int
+    """Which answer, in [0, n). Events of different answers come in any order."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At least one, except in the last such event, which may only flush text."""
+        """At least one, except in the answer's last such event, which may only flush text."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StepLogprobs]:
@@ -176,18 +185,53 @@ class TokensGenerated(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_types_pb2.StepLogprobs] | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokensGenerated: _TypeAlias = TokensGenerated  # noqa: Y015
 
 @_typing.final
+class ChoiceFinished(_message.Message):
+    """One of n answers is complete; only where n is above 1. No more of this answer follows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which answer, in [0, n)."""
+    reason: _types_pb2.FinishReason.ValueType
+    """Never FINISH_REASON_UNSPECIFIED."""
+    stop_string: _builtins.str
+    """The stop string that ended it; empty when none did."""
+    completion_tokens: _builtins.int
+    """Its tokens, over all attempts once."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        reason: _types_pb2.FinishReason.ValueType = ...,
+        stop_string: _builtins.str = ...,
+        completion_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "index", b"index", "reason", b"reason", "stop_string", b"stop_string"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceFinished: _TypeAlias = ChoiceFinished  # noqa: Y015
+
+@_typing.final
 class RequestFinished(_message.Message):
-    """The answer is complete."""
+    """The answer, or each of n, is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -200,24 +244,26 @@ class RequestFinished(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
-    """Never FINISH_REASON_UNSPECIFIED."""
+    """Never FINISH_REASON_UNSPECIFIED. Of answer 0."""
     prefill_node: _builtins.str
-    """Instance addresses that computed it; prefill is empty when none was needed."""
+    """Instance addresses that computed answer 0; prefill is empty when none was needed."""
     decode_node: _builtins.str
     """Empty when the answer is one token, which the prefill node draws."""
     handoff_bytes: _builtins.int
-    """KV bytes moved from prefill to decode."""
+    """KV bytes moved from prefill to decode, for all answers."""
     stop_string: _builtins.str
-    """The stop string that ended it; empty when none did."""
+    """The stop string that ended answer 0; empty when none did."""
     retries: _builtins.int
-    """Attempts beyond the first."""
+    """Attempts beyond the first, of all answers."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
-        """Tokens, over all attempts once."""
+        """Tokens, over all attempts once: the prompt's and the cached ones as answer 0 found them, the generated ones of all
+        answers.
+        """
 
     @_builtins.property
     def timing(self) -> _types_pb2.Timing:
-        """Seconds, over all attempts."""
+        """Seconds, over all attempts; of answer 0, but for the total."""
 
     def __init__(
         self,
@@ -241,7 +287,7 @@ Global___RequestFinished: _TypeAlias = RequestFinished  # noqa: Y015
 
 @_typing.final
 class RequestFailed(_message.Message):
-    """The request ended without a complete answer."""
+    """The request ended without every answer being complete; none of it is computed any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,6 +317,7 @@ class GenerateEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    CHOICE_FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___RequestAccepted:
         """First, once."""
@@ -287,6 +334,10 @@ class GenerateEvent(_message.Message):
     def failed(self) -> Global___RequestFailed:
         """Last, once; or finished."""
 
+    @_builtins.property
+    def choice_finished(self) -> Global___ChoiceFinished:
+        """Once for each answer where n is above 1, before finished."""
+
     def __init__(
         self,
         *,
@@ -294,12 +345,13 @@ class GenerateEvent(_message.Message):
         tokens: Global___TokensGenerated | None = ...,
         finished: Global___RequestFinished | None = ...,
         failed: Global___RequestFailed | None = ...,
+        choice_finished: Global___ChoiceFinished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choice_finished", b"choice_finished", "event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choice_finished", b"choice_finished", "event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "tokens", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "tokens", "finished", "failed", "choice_finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

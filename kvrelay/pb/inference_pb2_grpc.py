@@ -65,7 +65,7 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one answer: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
+        """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
         A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

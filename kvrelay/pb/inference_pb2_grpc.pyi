@@ -32,7 +32,7 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]
-    """Streams one answer: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
+    """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
     A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeReply]
@@ -48,7 +48,7 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Streams one answer: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
+    """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
     A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeReply]  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateEvent], _abc.AsyncIterator[_inference_pb2.GenerateEvent]]:
-        """Streams one answer: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
+        """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
         A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
         """
 

@@ -6,6 +6,7 @@ from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
     ChatPrompt,
+    ChoiceFinished,
     GenerateEvent,
     GenerateRequest,
     Prompt,
@@ -44,6 +45,8 @@ def chat_from_pb(wire: inference_pb2.Chat) -> ChatPrompt:
 
 def generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateRequest:
     """Raises InvalidRequestError for values that the schema cannot carry, such as negative counts."""
+    if request.n == 0:
+        request.check_n()  # on the wire 0 would be one
     try:
         return _generate_request_to_pb(request)
     except (ValueError, TypeError) as error:
@@ -55,6 +58,7 @@ def _generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateR
         request_id=request.request_id,
         model=request.model,
         sampling=sampling_params_to_pb(request.sampling),
+        n=request.n,
     )
     match request.prompt:
         case TextPrompt(text):
@@ -75,6 +79,7 @@ def generate_request_from_pb(wire: inference_pb2.GenerateRequest) -> GenerateReq
         sampling=sampling_params_from_pb(wire.sampling),
         request_id=wire.request_id,
         model=wire.model,
+        n=wire.n or 1,
     )
 
 
@@ -121,8 +126,16 @@ def generate_event_to_pb(event: GenerateEvent) -> inference_pb2.GenerateEvent:
             return inference_pb2.GenerateEvent(accepted=accepted)
         case TokensGenerated():
             ids, logprobs = tokens_to_pb(event.tokens)
-            tokens = inference_pb2.TokensGenerated(token_ids=ids, text=event.text, logprobs=logprobs)
+            tokens = inference_pb2.TokensGenerated(token_ids=ids, text=event.text, logprobs=logprobs, index=event.index)
             return inference_pb2.GenerateEvent(tokens=tokens)
+        case ChoiceFinished():
+            choice = inference_pb2.ChoiceFinished(
+                index=event.index,
+                reason=finish_reason_to_pb(event.reason),
+                stop_string=event.stop_string,
+                completion_tokens=event.completion_tokens,
+            )
+            return inference_pb2.GenerateEvent(choice_finished=choice)
         case RequestFinished():
             return inference_pb2.GenerateEvent(finished=_finished_to_pb(event))
         case RequestFailed():
@@ -138,7 +151,12 @@ def generate_event_from_pb(wire: inference_pb2.GenerateEvent) -> GenerateEvent:
             )
         case "tokens":
             tokens = tokens_from_pb(wire.tokens.token_ids, wire.tokens.logprobs)
-            return TokensGenerated(tokens, wire.tokens.text)
+            return TokensGenerated(tokens, wire.tokens.text, wire.tokens.index)
+        case "choice_finished":
+            choice = wire.choice_finished
+            return ChoiceFinished(
+                choice.index, finish_reason_from_pb(choice.reason), choice.stop_string, choice.completion_tokens
+            )
         case "finished":
             return _finished_from_pb(wire.finished)
         case "failed":

@@ -1,4 +1,8 @@
-"""grpc.health.v1, driven by one switch: whether this process takes work, and why not."""
+"""grpc.health.v1, driven by two switches: whether this process takes work, and whether it can ever again.
+
+The service names, and "", answer readiness: NOT_SERVING takes a process out of a load balancer. The name "liveness"
+answers whether it may be left alone: NOT_SERVING means that nothing but a restart will help.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,22 @@ logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME = "grpc.health.v1.Health"
+LIVENESS = "liveness"  # a service name to ask for
 
 _Response: Any = health_pb2.HealthCheckResponse  # untyped upstream
 ServingStatus = int  # of health_pb2
 
 
 class Readiness:
-    """True when the process would serve a request sent now. Belongs to the event loop's thread."""
+    """`ready`: the process would serve a request sent now. `alive`: it would, now or when what ails it is over.
+
+    Belongs to the event loop's thread.
+    """
 
     def __init__(self, service_names: Iterable[str] = ()) -> None:
         self.ready = False
         self.reason = "starting"
+        self.alive = True
         self._service_names = frozenset(service_names) | {""}
         self._first_ready = asyncio.Event()
         self._changed = asyncio.Event()
@@ -41,11 +50,21 @@ class Readiness:
             self._closed = True
             self._change(False, reason)
 
+    def set_alive(self, alive: bool, reason: str = "") -> None:
+        """Also while closing; `reason` says why only a restart helps."""
+        if alive != self.alive:
+            self.alive = alive
+            logger.log(*((logging.INFO, "alive again") if alive else (logging.ERROR, f"not alive: {reason}")))
+            self._wake()
+
     def _change(self, ready: bool, reason: str) -> None:
         logger.info("%s", "ready" if ready else f"not ready: {reason}")
         self.ready, self.reason = ready, reason
         if ready:
             self._first_ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -58,9 +77,10 @@ class Readiness:
 
     def status(self, service: str) -> ServingStatus | None:
         """None for a service that is not here."""
-        if service not in self._service_names:
+        if service not in self._service_names and service != LIVENESS:
             return None
-        return int(_Response.SERVING if self.ready else _Response.NOT_SERVING)
+        serves = self.alive if service == LIVENESS else self.ready
+        return int(_Response.SERVING if serves else _Response.NOT_SERVING)
 
     async def watch(self, service: str) -> AsyncIterator[ServingStatus]:
         """The status now, then each change; ends once closed, so that a watcher does not hold up the exit."""

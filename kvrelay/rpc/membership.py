@@ -1,4 +1,4 @@
-"""A node's place in the cluster: a stream to the coordinator that says how the node is, opened again when it breaks."""
+"""A node's place at a coordinator: a stream to it that says how the node is, opened again when it breaks."""
 
 from __future__ import annotations
 

@@ -87,3 +87,9 @@ def test_two_threads_copy_at_once() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_many_slabs_at_once_are_those_read_one_by_one() -> None:
+    cache = random_cache()
+    blocks = [BlockId(block) for block in (11, 3, 15, 0, 7, 8, 2, 9, 1, 14)]
+    assert cache.view_slabs(blocks) == [cache.read_slab(block) for block in blocks]

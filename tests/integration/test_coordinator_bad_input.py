@@ -50,6 +50,8 @@ def chat(*turns: tuple[str, str]) -> dict[str, Any]:
 # The fake nodes' model takes 1,024 tokens; the largest decode pool has 32 blocks of 16, the prefill node's 40.
 ROWS = [
     row("no prompt", "set one of text, token_ids or chat", top={"text": None}),
+    row("too many answers", "n is 129; allowed is [1, 128]", top={"n": 129}),
+    row("more answers than the queue holds", "n is 33; allowed is at most 32 here", top={"n": 33}),
     row("empty text", "the prompt is empty", top={"text": ""}),
     row("empty token ids", "the prompt is empty", top=ids()),
     row("empty chat", "chat has no messages", top=chat()),
@@ -108,7 +110,7 @@ ROWS = [
 
 @pytest.mark.parametrize("bad", ROWS, ids=lambda bad: bad.name)
 async def test_generate_refuses(bad: Row) -> None:
-    async with ends() as cluster:
+    async with ends(max_queue=32) as cluster:
         cluster.prefill[0].num_blocks = 40
         cluster.prefill[0].tell()
         await cluster.until_status(lambda status: status.nodes[0].status.blocks.total == 40)

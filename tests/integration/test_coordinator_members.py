@@ -86,7 +86,7 @@ async def test_restarted_node_replaces_its_past_at_once() -> None:
         await old.stop()
         new = FakeDecodeNode("decode-again")
         cluster.decode[:] = [new]
-        await new.start(cluster.address, port)
+        await new.start(cluster.address, port=port)
         outcome = await asked
         assert outcome.token_ids == ANSWER_IDS
         assert outcome.finished.retries == 1

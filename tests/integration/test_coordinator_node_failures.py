@@ -180,7 +180,7 @@ async def test_fault_that_no_retry_helps_is_not_retried() -> None:
 
 
 async def test_last_decode_node_gone_fails_the_request_in_bounded_time() -> None:
-    async with ends(member_timeout_s=0.3) as cluster:
+    async with ends(no_node_wait_s=0.3) as cluster:
         cluster.decode[0].at["token"].hold()
         asked = asyncio.create_task(cluster.ask())
         await cluster.decode[0].until_reached("token")

@@ -102,3 +102,17 @@ async def test_wait_for_room_is_bounded() -> None:
         assert refused.value.retry_after_s >= 1.0
         cluster.decode[0].at["token"].let_go()
         await asked
+
+
+async def test_everyone_in_the_queue_hears_soon_that_all_nodes_are_gone() -> None:
+    """Not only the head of the queue, which is the only one that tries."""
+    async with ends(blocks=10, no_node_wait_s=0.3, member_timeout_s=60.0, max_queue_wait_s=60.0) as cluster:
+        node = cluster.decode[0]
+        node.at["token"].hold()
+        asked = [asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40)))]
+        await node.until_reached("token")
+        asked += [asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40))) for _ in range(5)]
+        await cluster.until_queued(5)
+        await node.stop()
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), TIMEOUT_S)
+        assert [type(outcome) for outcome in outcomes] == [UnavailableError] * 6

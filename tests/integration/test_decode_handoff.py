@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 
+from decode_node.receiver import Receiver
 from kvrelay.errors import (
     AlreadyCommittedError,
     CorruptBlockError,
@@ -15,7 +16,7 @@ from kvrelay.errors import (
     KVRelayError,
     StaleError,
 )
-from kvrelay.kv.frame import Frame, FrameKind, control_frame, encode
+from kvrelay.kv.frame import MESSAGE_BYTES, Frame, FrameKind, control_frame, encode
 from kvrelay.messages import BlocksReceived, DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.sampling import GeneratedToken
@@ -71,6 +72,25 @@ async def test_a_handed_over_prompt_is_decoded_and_its_bytes_are_the_senders() -
         entry_blocks = harness.pool.match(handoff(harness, granted).sequence().block_hashes)
         assert [harness.cache.read_slab(block_id) for block_id in entry_blocks] == [slab_of(0), slab_of(1)]
         assert harness.registry.get_sample_value("kvrelay_handoff_bytes_total") == 3 * 256
+
+
+@pytest.mark.parametrize(
+    ("messages", "answers"),
+    [
+        (((0,), (1, 2, 3, 4)), [(0, False), (3, True)]),
+        (((0,), (1, 2), (3, 4)), [(0, False), (2, False), (3, True)]),
+        (((0,), (1,), (2, 3), (4,)), [(0, False), (1, False), (3, False), (3, True)]),
+    ],
+)
+async def test_blocks_and_end_may_share_messages_and_each_message_has_one_answer(
+    messages: tuple[tuple[int, ...], ...], answers: list[tuple[int, bool]]
+) -> None:
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        received = await hand_over(harness, joined(*messages)(handoff(harness, granted)))
+        assert received == [BlocksReceived(*answer) for answer in answers]
+        assert (await read_answer(harness.client, granted.reservation_id))[0] == [20, 21, 22, 23]
+        assert harness.registry.get_sample_value("kvrelay_handoff_blocks_received_total") == 3
 
 
 async def test_decode_may_be_opened_after_the_commit() -> None:
@@ -148,6 +168,16 @@ def picked(*order: int) -> Spoil:
     return lambda good: [good.messages()[i] for i in order]
 
 
+def joined(*messages: tuple[int, ...]) -> Spoil:
+    """The frames of the good messages, several to one."""
+    return lambda good: [b"".join(good.messages()[i] for i in indexes) for indexes in messages]
+
+
+def more_than_a_message_holds(good: Handoff) -> list[bytes]:
+    begin, block, *_ = good.messages()
+    return [begin, block * (1 + MESSAGE_BYTES // len(block))]
+
+
 def another_prompt(good: Handoff) -> list[bytes]:
     """Right frames of the wrong prompt."""
     request = make_request((*PROMPT[:-3], 77, *PROMPT[-2:]), max_tokens=4)
@@ -179,6 +209,20 @@ HOSTILE: dict[str, tuple[Spoil, type[KVRelayError], str]] = {
     "second BEGIN": (picked(0, 0), CorruptBlockError, "BEGIN frame of block 0 came"),
     "wrong END count": (with_end(num_blocks=2), CorruptBlockError, "END counts 2 blocks after 3 came"),
     "wrong END checksum": (with_end(checksum=bytes(16)), CorruptBlockError, "END's checksum is not that"),
+    "BEGIN and a block at once": (joined((0, 1), (2, 3, 4)), CorruptBlockError, "BEGIN comes in a message of its own"),
+    "END before the tail": (
+        joined((0,), (1, 2, 4, 3)),
+        CorruptBlockError,
+        "END frame of block 0 came; TAIL of block 2",
+    ),
+    "a block after END": (joined((0,), (1, 2, 3, 4, 1)), CorruptBlockError, "END frame follows the last of 3 blocks"),
+    "two ENDs": (joined((0,), (1, 2, 3, 4, 4)), CorruptBlockError, "END frame follows the last of 3 blocks"),
+    "an endless message": (more_than_a_message_holds, CorruptBlockError, "one of several frames has at most 1114112"),
+    "a cut message": (
+        lambda good: [good.messages()[0], b"".join(good.messages()[1:])[:-1]],
+        CorruptBlockError,
+        "END frame announces",
+    ),
     "not a frame": (lambda good: [good.messages()[0], b"GET / HTTP/1.1\r\n\r\n"], CorruptBlockError, "shorter than"),
     "empty message": (lambda good: [b""], CorruptBlockError, "shorter than its header"),
     "BEGIN of noise": (
@@ -244,6 +288,60 @@ async def test_a_late_frame_of_an_old_attempt_is_refused_and_writes_nothing() ->
         hashes = handoff(harness, granted).sequence().block_hashes
         assert [harness.cache.read_slab(i) for i in harness.pool.match(hashes)] == [slab_of(0), slab_of(1)]
         assert (await read_answer(harness.client, granted.reservation_id))[0] == [20, 21, 22, 23]
+
+
+async def test_no_block_of_an_old_attempts_message_is_written() -> None:
+    """The message is here already when the next attempt begins."""
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        begin, *stale = handoff(harness, granted).messages()
+
+        async def messages() -> AsyncIterator[bytes]:
+            yield begin
+            harness.node.begin_receive(granted.reservation_id, 1)
+            yield b"".join(stale)
+
+        events = Receiver(harness.node).receive(messages())
+        assert await anext(events) == BlocksReceived(0, False)
+        with pytest.raises(StaleError, match=r"attempt 0 of reservation \w+ is over: 1 has begun"):
+            await anext(events)
+        assert harness.cache.slabs == {}  # type: ignore[attr-defined]
+        await harness.client.release(granted.reservation_id)
+
+
+async def test_a_sender_that_goes_silent_is_ended_by_the_lease() -> None:
+    """It keeps its connection and its call, and nobody else does anything."""
+    async with decode_node(lease_s=0.3) as harness, asyncio.timeout(10):
+        granted = await reserve(harness)
+        call = harness.open_handoff()
+        for message in handoff(harness, granted).messages()[:2]:
+            await send(call, message)
+        assert await call.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert (await harness.all_free()).free == 32
+
+
+async def test_a_silent_sender_goes_with_the_decode_call_that_holds_the_lease() -> None:
+    async with decode_node(lease_s=0.3) as harness, asyncio.timeout(10):
+        granted = await reserve(harness)
+        reading = asyncio.create_task(read_answer(harness.client, granted.reservation_id))
+        call = harness.open_handoff()
+        for message in handoff(harness, granted).messages()[:2]:
+            await send(call, message)
+        while not harness.node.reservations.get(granted.reservation_id).decoding:
+            await asyncio.sleep(0)
+        ended = asyncio.create_task(call.code())
+        await asyncio.wait([ended], timeout=0.6)
+        assert not ended.done(), "a prompt may take longer to compute than a lease lasts"
+        reading.cancel()
+        assert await ended == grpc.StatusCode.FAILED_PRECONDITION
+        assert (await harness.all_free()).free == 32
+
+
+async def test_a_call_on_which_nothing_comes_is_ended() -> None:
+    async with decode_node(lease_s=0.3) as harness, asyncio.timeout(10):
+        call = harness.open_handoff()
+        assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.details() == "no BEGIN came within 0.3 s"
 
 
 async def test_a_superseded_stream_is_closed_without_waiting_for_its_next_frame() -> None:

@@ -52,7 +52,7 @@ async def test_an_answer_whose_commit_was_not_confirmed(model: Path) -> None:
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(ends(num_prefill=0, num_decode=0))
         common: Any = {"model": model, "dtype": "float32", "threads": 1, "num_blocks": 64}
-        common["coordinator"] = cluster.address
+        common["coordinator"] = (cluster.address,)
         decode = DecodeApp(DecodeConfig(**common), InstanceId("decode"), CollectorRegistry())
         break_streams_after_the_commit(decode)
         prefill = PrefillApp(PrefillConfig(**common), InstanceId("prefill"), CollectorRegistry())

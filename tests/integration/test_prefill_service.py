@@ -75,6 +75,7 @@ async def test_a_prefix_comes_from_pool_memory_and_disk_at_once() -> None:
         assert cached == [32, 32, 32]
         assert sample("kvrelay_prefill_seconds_count") == 2
         assert sample("kvrelay_handoff_seconds_count") == 1
+        assert sample("kvrelay_handoff_tail_seconds_count") == 1
         assert sample("kvrelay_handoff_bytes_total") == sum(len(frame.payload) for frame in bench.receiver.blocks)
 
 

@@ -66,6 +66,25 @@ async def test_a_watcher_sees_each_change_and_ends_with_the_process(service: str
     assert got == seen
 
 
+async def test_liveness_has_a_name_of_its_own_and_is_not_readiness() -> None:
+    readiness = Readiness(SERVICES)
+    async with connected(readiness.register) as channel:
+        assert [await check(channel, name) for name in ("", "liveness")] == [NOT_SERVING, SERVING]
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        call = health_pb2_grpc.HealthStub(channel).Watch(request)
+        async with Replies(call, lambda reply: reply.status) as statuses:
+            assert await anext(statuses) == SERVING
+            readiness.set_alive(False, "the engine thread has ended")
+            assert await anext(statuses) == NOT_SERVING
+            readiness.set_alive(True)
+            assert await anext(statuses) == SERVING
+            readiness.close("draining")
+            assert [status async for status in statuses] == []  # a watcher does not hold up the exit
+        assert [await check(channel, name) for name in ("", "liveness")] == [NOT_SERVING, SERVING]
+        readiness.set_alive(False, "the engine thread has ended")
+        assert await check(channel, "liveness") == NOT_SERVING
+
+
 async def test_waiting_for_readiness() -> None:
     readiness = Readiness()
     waiting = asyncio.create_task(readiness.wait_ready())

@@ -22,6 +22,7 @@ from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import raw
 from kvrelay.rpc.channel import error_from_rpc, open_channel
 from kvrelay.types import BlockHash, Tier
+from kvstore.block import namespace_key
 from kvstore.disk import DiskTier
 from kvstore.memory import MemoryTier
 from kvstore.service import KVStoreService
@@ -111,6 +112,24 @@ async def test_get_ends_at_the_first_unproven_block(tmp_path: Path) -> None:
         assert client.num_failures == 0
 
 
+async def test_blocks_travel_many_to_a_message() -> None:
+    """200 slabs of 8 KiB and their headers: 134 a message, in both directions; the store keeps none of the messages."""
+    async with store_at() as served, client_of(served.address) as client:
+        put = list(frame.pack(client._put_frames([block(n) for n in range(200)])))
+        assert [len(frame.decode(message, max_payload_bytes=SLAB_BYTES)) for message in put] == [135, 67]
+        assert await client.put([block(n) for n in range(200)]) == 200
+        request = kvstore_pb2.GetRequest(namespace=NAMESPACE, block_hashes=hashes(*range(200)))
+        async with grpc.aio.insecure_channel(served.address) as channel:  # with gRPC's own limits
+            call = raw.unary_stream(channel, raw.KV_TRANSFER, "Get")(request.SerializeToString())
+            got = [message async for message in call]
+        assert [len(frame.decode(message, max_payload_bytes=SLAB_BYTES)) for message in got] == [134, 66]
+        assert await fetch(client, *range(200)) == [Tier.MEMORY] * 200
+        async with aclosing(served.store.get([namespace_key(MODEL, LAYOUT.fingerprint) + hash_of(7)])) as kept:
+            async for stored, _ in kept:
+                assert isinstance(stored.payload, bytes)
+                assert len(stored.payload) == SLAB_BYTES
+
+
 async def test_a_foreign_model_or_layout_never_hits() -> None:
     foreign = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=8)
     async with store_at() as served, client_of(served.address) as client:
@@ -181,6 +200,8 @@ async def raw_put(address: str, messages: Sequence[bytes]) -> kvstore_pb2.PutRep
         ([begin(), body(0, 1), end(2)], CorruptBlockError, "or of others than the 1 here"),
         ([begin(), body(0, 1), end(1, num_blocks=2)], CorruptBlockError, "END tells of 2 blocks"),
         ([begin(), body(0, 1)[:-1]], CorruptBlockError, "announces 8192 payload bytes and carries 8191"),
+        ([begin() + body(0, 1) + end(1) + body(1, 2)], InvalidRequestError, "a BLOCK frame follows END"),
+        ([begin() + body(0, 1) + body(0, 2)], InvalidRequestError, "BLOCK 0 came where block 1"),
         ([b"nonsense"], CorruptBlockError, "shorter than its header"),
         ([encode(control_frame(FrameKind.BEGIN, b"\xff"))], InvalidRequestError, "no PutBegin"),
         ([encode(control_frame(FrameKind.BEGIN, b""))], InvalidRequestError, "model_fingerprint has 0 characters"),

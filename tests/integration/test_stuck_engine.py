@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from decode_node.config import DecodeConfig
 from kvrelay.errors import UnavailableError
 from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
 from kvrelay.messages import NodeRequest
+from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
 from kvrelay.sampling import SamplingParams
@@ -67,6 +69,17 @@ async def health(channel: grpc.aio.Channel, service: str = "kvrelay.pb.Decode") 
     return [(await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in ("", service)]
 
 
+async def until_dead(channel: grpc.aio.Channel) -> float:
+    """Seconds until the process says that only a restart helps, as a supervisor hears it that watches."""
+    started, stub = time.monotonic(), health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="liveness")
+    async with Replies(stub.Watch(request), lambda reply: reply.status) as statuses:
+        assert await anext(statuses) == SERVING
+        assert await anext(statuses) == NOT_SERVING
+    assert (await stub.Check(request)).status == NOT_SERVING
+    return time.monotonic() - started
+
+
 async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model: Path) -> None:
     app = DecodeApp(DecodeConfig(**settings(model)), InstanceId("decode"), CollectorRegistry())
     async with asyncio.timeout(TIMEOUT_S), served(app) as channel:
@@ -82,6 +95,31 @@ async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model
         while not (app.status().ready and app.host.readiness.ready) or app.status().blocks.held:
             await asyncio.sleep(0.01)  # the watchdog looks four times a second
         assert await health(channel) == [SERVING] * 2
+
+
+async def test_only_a_hang_of_six_watchdogs_ends_liveness_and_its_end_brings_it_back(model: Path) -> None:
+    quick = settings(model) | {"watchdog_s": 0.3}
+    app = DecodeApp(DecodeConfig(**quick), InstanceId("decode"), CollectorRegistry())
+    async with asyncio.timeout(TIMEOUT_S), served(app) as channel:
+        async with stuck(app):
+            assert await until_dead(channel) >= 6 * 0.3
+            assert not app.host.readiness.ready
+        while not (app.host.readiness.alive and app.host.readiness.ready):
+            await asyncio.sleep(0.01)  # the watchdog looks four times a second
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_engine_thread_ends_liveness_at_once(model: Path) -> None:
+    app = DecodeApp(DecodeConfig(**settings(model)), InstanceId("decode"), CollectorRegistry())
+    async with asyncio.timeout(TIMEOUT_S), served(app) as channel:
+        dying = asyncio.create_task(until_dead(channel))
+        app.host.engine.post(_end_the_thread)
+        await dying
+        assert await health(channel) == [NOT_SERVING] * 2
+
+
+def _end_the_thread(core: object) -> None:
+    raise SystemExit
 
 
 async def test_a_prefill_call_ends(model: Path) -> None:
@@ -103,7 +141,7 @@ async def test_an_answer_goes_on_elsewhere(model: Path) -> None:
     prompt, sampling = TokenPrompt(REQUEST.token_ids), greedy(max_tokens=600, ignore_eos=True)
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(ends(num_prefill=0, num_decode=0))
-        common = settings(model) | {"coordinator": cluster.address}
+        common = settings(model) | {"coordinator": (cluster.address,)}
         prefill = PrefillApp(PrefillConfig(**common), InstanceId("prefill"), CollectorRegistry())
         decode = [
             DecodeApp(DecodeConfig(**common), InstanceId(f"decode-{number}"), CollectorRegistry()) for number in (1, 2)

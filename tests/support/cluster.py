@@ -26,6 +26,9 @@ START_TIMEOUT_S = 180.0  # two cores may be shared by much else
 STOP_TIMEOUT_S = 30.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
 
+# A PyDLL's function does not give the interpreter up, as a long computation in an extension may not.
+BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).usleep(8_000_000)); "
+
 
 def free_port() -> int:
     """A port nobody listens on now, for a role that must come back on the same one."""
@@ -45,10 +48,13 @@ class RoleProcess:
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
     metrics_port: int = 0
+    busy_signal: bool = False  # SIGUSR1 keeps its interpreter busy for 8 s
 
     def start(self) -> None:
         self.metrics_port = free_port()
         entry = "from kvrelay.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+        if self.busy_signal:
+            entry = BUSY_ENTRY + entry
         if self.role in WITHOUT_TORCH:
             entry = "import sys; sys.modules['torch'] = None; " + entry
         command = [sys.executable, "-c", entry, self.role, *self.args, "--metrics-port", str(self.metrics_port)]
@@ -120,37 +126,46 @@ class RoleProcess:
 
 @dataclass
 class Cluster:
-    """Coordinator, kvstore (optional), prefill and decode nodes."""
+    """Coordinators, kvstore (optional), prefill and decode nodes; every node serves all the coordinators."""
 
     model: Path
     directory: Path
     dtype: str = "float32"
     num_prefill: int = 1
     num_decode: int = 1
+    num_coordinators: int = 1
     with_store: bool = True
     num_blocks: int = 1024
     coordinator_args: list[str] = field(default_factory=list)
     prefill_args: list[str] = field(default_factory=list)
     decode_args: list[str] = field(default_factory=list)
     store_args: list[str] = field(default_factory=list)
+    busy_signal: bool = False
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
-        self.address = f"127.0.0.1:{free_port()}"
-        args = ["--model", str(self.model), "--port", self.address.rpartition(":")[2]]
-        self.coordinator = self._role("coordinator", 0, [*args, *self.coordinator_args])
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(self.num_coordinators)]
+        self.coordinators = [self._coordinator(index) for index in range(self.num_coordinators)]
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
         self.store: RoleProcess | None = None
 
     @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def coordinator(self) -> RoleProcess:
+        return self.coordinators[0]
+
+    @property
     def roles(self) -> list[RoleProcess]:
-        return [self.coordinator, *([self.store] if self.store else []), *self.prefill, *self.decode]
+        return [*self.coordinators, *([self.store] if self.store else []), *self.prefill, *self.decode]
 
     def start(self) -> None:
         if self.with_store:
             path = self.directory / "store"
-            args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", self.address]
+            args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.addresses)]
             self.store = self._role("kvstore", 0, [*args, *self.store_args])
         self.prefill = [self._node("prefill-node", i, self.prefill_args) for i in range(self.num_prefill)]
         self.decode = [self._node("decode-node", i, self.decode_args) for i in range(self.num_decode)]
@@ -177,11 +192,15 @@ class Cluster:
         return "\n".join(f"--- {role.log_path.stem}\n{role.log()}" for role in self.roles)
 
     def _role(self, role: str, index: int, args: list[str]) -> RoleProcess:
-        return RoleProcess(role, args, self.directory / f"{role}-{index}.log")
+        return RoleProcess(role, args, self.directory / f"{role}-{index}.log", busy_signal=self.busy_signal)
+
+    def _coordinator(self, index: int) -> RoleProcess:
+        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2]]
+        return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
         args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]
-        args += ["--num-blocks", str(self.num_blocks), "--coordinator", self.address]
+        args += ["--num-blocks", str(self.num_blocks), "--coordinator", ",".join(self.addresses)]
         if self.store is not None:
             args += ["--kvstore", f"127.0.0.1:{self.store_port}"]
         return self._role(role, index, [*args, *extra])

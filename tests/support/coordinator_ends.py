@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,30 +77,57 @@ class Ends:
 @asynccontextmanager
 async def ends(num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, **settings: Any) -> AsyncIterator[Ends]:
     """Ready to be asked. At the end everything must be idle, unless the body failed."""
+    async with several_ends(1, num_prefill, num_decode, blocks=blocks, **settings) as (ours,):
+        yield ours
+
+
+@asynccontextmanager
+async def several_ends(
+    num_coordinators: int, num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, **settings: Any
+) -> AsyncIterator[list[Ends]]:
+    """Several coordinators of the same nodes."""
+    decode = [FakeDecodeNode(f"decode-{number}", blocks) for number in range(1, num_decode + 1)]
+    prefill = [FakePrefillNode(decode, f"prefill-{number}") for number in range(1, num_prefill + 1)]
+    async with AsyncExitStack() as closing:
+        ours = [
+            await closing.enter_async_context(_coordinator(f"coordinator-{number}", prefill, decode, settings))
+            for number in range(1, num_coordinators + 1)
+        ]
+        closing.push_async_callback(_stop_nodes, ours[0])
+        for node in ours[0].nodes:
+            await node.start(*(one.address for one in ours))
+        for one in ours:
+            await one.until_status(lambda status: _num_ready(status) == num_prefill + num_decode)
+        yield ours
+        for one in ours:
+            await one.check_idle()
+
+
+@asynccontextmanager
+async def _coordinator(
+    instance_id: str, prefill: list[FakePrefillNode], decode: list[FakeDecodeNode], settings: dict[str, Any]
+) -> AsyncIterator[Ends]:
     config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **settings)
     registry = CollectorRegistry()
-    app = Coordinator(config, InstanceId("coordinator-1"), registry)
+    app = Coordinator(config, InstanceId(instance_id), registry)
     server = make_server()
     app.register(server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     readiness = Readiness(app.service_names)
     await app.start(address, readiness)
-    decode = [FakeDecodeNode(f"decode-{number}", blocks) for number in range(1, num_decode + 1)]
-    prefill = [FakePrefillNode(decode, f"prefill-{number}") for number in range(1, num_prefill + 1)]
     async with AsyncClient(address) as client:
-        ours = Ends(app, address, registry, readiness, client, prefill, decode)
         try:
-            for node in ours.nodes:
-                await node.start(address)
-            await ours.until_status(lambda status: _num_ready(status) == num_prefill + num_decode)
-            yield ours
-            await ours.check_idle()
+            yield Ends(app, address, registry, readiness, client, prefill, decode)
         finally:
-            for node in ours.nodes:
-                await node.stop()
             await app.close()
             await server.stop(None)
+
+
+async def _stop_nodes(cluster: Ends) -> None:
+    """Those that are there at the end: a test may have put others in."""
+    for node in cluster.nodes:
+        await node.stop()
 
 
 def _num_ready(status: ClusterStatus) -> int:

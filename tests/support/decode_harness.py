@@ -26,7 +26,7 @@ from kvrelay.kv.prefix import BlockStore
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, NodeRequest, ReservationGranted
 from kvrelay.rpc import convert_decode
-from kvrelay.rpc.channel import error_from_rpc, open_channel
+from kvrelay.rpc.channel import MAX_MESSAGE_BYTES, error_from_rpc, open_channel
 from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.rpc.raw import KV_TRANSFER, stream_stream
 from kvrelay.rpc.server import bind, make_server
@@ -93,6 +93,7 @@ async def decode_node(
     costs: ResumeCosts | None = None,
     store: BlockStore | None = None,
     clock: ManualClock | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[Harness]:
     """Serves until left; proves on the way out that nothing is held."""
     info, runner, cache = info or make_info(), runner or FakeRunner(), cache or FakeCache()
@@ -117,7 +118,7 @@ async def decode_node(
     )
     await engine.start()
     await node.start()
-    service, server = DecodeService(), make_server()
+    service, server = DecodeService(), make_server(max_message_bytes=max_message_bytes)
     service.node = node
     service.register(server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"

@@ -36,7 +36,7 @@ from kvrelay.messages import (
 )
 from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
-from kvrelay.rpc.membership import Membership
+from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.server import make_server
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
@@ -106,29 +106,29 @@ class FakeNode:
         self.time_limits_s: list[float | None] = []  # what each streaming call had left when it came
         self.address = ""
         self._changed = asyncio.Event()
-        self._coordinator = ""
+        self._coordinators: tuple[str, ...] = ()
         self._server: grpc.aio.Server | None = None
-        self._membership: Membership | None = None
+        self._memberships: Memberships | None = None
 
-    async def start(self, coordinator: str, port: int = 0) -> None:
+    async def start(self, *coordinators: str, port: int = 0) -> None:
         self._server = make_server()
         self.register(self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
-        self._coordinator = coordinator
+        self._coordinators = coordinators
         await self._join()
 
     async def stop(self) -> None:
         """Leaves the cluster and ends every call: what others see when the process dies."""
-        if self._membership is not None:
-            await self._membership.close()
+        if self._memberships is not None:
+            await self._memberships.close()
         if self._server is not None:
             await self._server.stop(None)
 
     async def fall_silent(self) -> None:
         """Reports nothing more; calls stay open."""
-        assert self._membership is not None
-        await self._membership.close()
+        assert self._memberships is not None
+        await self._memberships.close()
 
     async def join_again(self) -> None:
         """Its stream to the coordinator breaks; its calls stay open."""
@@ -137,9 +137,9 @@ class FakeNode:
 
     async def _join(self) -> None:
         info = NodeInfo(self.role, self.instance_id, self.address, self.model)
-        self._membership = Membership(self._coordinator, info, self.status, interval_s=0.1)
-        await self._membership.start()
-        await self._membership.wait_joined()
+        self._memberships = Memberships(self._coordinators, info, self.status, interval_s=0.1)
+        await self._memberships.start()
+        await self._memberships.wait_joined()
 
     async def kill(self) -> None:
         """Ends every call at once while the coordinator still believes in the node."""
@@ -163,8 +163,8 @@ class FakeNode:
         """State changed: whoever waits for it looks, and the coordinator hears of it."""
         self._changed.set()
         self._changed = asyncio.Event()
-        if self._membership is not None:
-            self._membership.changed()
+        if self._memberships is not None:
+            self._memberships.changed()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

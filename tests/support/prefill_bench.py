@@ -51,6 +51,9 @@ class FakeCache:
     def read_slab(self, block_id: BlockId) -> bytes:
         return self.slabs.get(block_id, b"c" * LAYOUT.slab_bytes)
 
+    def view_slabs(self, block_ids: Sequence[BlockId]) -> list[bytes]:
+        return [self.read_slab(block_id) for block_id in block_ids]
+
     def write_slab(self, block_id: BlockId, payload: Buffer) -> None:
         self.slabs[block_id] = bytes(payload)
 
@@ -127,7 +130,7 @@ class PrefillBench:
         self.jobs = PrefillJobs(
             self.engine,
             MODEL,
-            KVAccess(self.cache.read_slab, self.cache.write_slab),
+            KVAccess(self.cache.view_slabs, self.cache.write_slab),
             self.links,
             metrics,
             stall_s=GATE_TIMEOUT_S,

@@ -12,7 +12,7 @@ from kvrelay.kv.hashing import ChecksumChain
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd
 from kvrelay.rpc import convert_decode, raw
 
-MAX_PAYLOAD_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 4 << 20
 
 
 class FakeReceiver:
@@ -22,10 +22,12 @@ class FakeReceiver:
         self.begin: HandoffBegin | None = None
         self.end: HandoffEnd | None = None
         self.blocks: list[Frame] = []
+        self.messages: list[int] = []  # their lengths
         self.refusal: KVRelayError | None = None  # raised on BEGIN
         self.fail_after: int | None = None  # blocks after which the stream ends, without commit
         self.failure: KVRelayError | None = None  # how it ends then; None: as if all were well
         self.end_failure: KVRelayError | None = None  # raised on END, instead of the answer
+        self.miscount = 0  # added to the blocks of each answer but BEGIN's
         self.may_acknowledge = asyncio.Event()
         self.may_acknowledge.set()
         self.hold_commit_only = False  # acknowledge blocks at once, but not END
@@ -40,12 +42,15 @@ class FakeReceiver:
         self.num_open += 1
         try:
             async for message in messages:
-                frame = decode(message, max_payload_bytes=MAX_PAYLOAD_BYTES)
-                verify(frame)
-                reply = await self._take(frame)
-                if reply is None:
-                    return
-                if frame.kind is FrameKind.END or (frame.kind is not FrameKind.BEGIN and not self.hold_commit_only):
+                self.messages.append(len(message))
+                kinds = set()
+                for frame in decode(message, max_payload_bytes=MAX_PAYLOAD_BYTES):
+                    verify(frame)
+                    kinds.add(frame.kind)
+                    reply = await self._take(frame)
+                    if reply is None:
+                        return
+                if FrameKind.END in kinds or (FrameKind.BEGIN not in kinds and not self.hold_commit_only):
                     await self.may_acknowledge.wait()
                 self.committed = reply.committed
                 yield convert_decode.blocks_received_to_bytes(reply)
@@ -86,7 +91,7 @@ class FakeReceiver:
             if self.failure is not None:
                 raise self.failure
             return None
-        return BlocksReceived(len(self.blocks), committed=False)
+        return BlocksReceived(len(self.blocks) + self.miscount, committed=False)
 
     def _finish(self, end: HandoffEnd) -> BlocksReceived:
         chain = ChecksumChain()
@@ -94,4 +99,4 @@ class FakeReceiver:
             chain.add(frame.checksum)
         assert (end.num_blocks, end.checksum) == (len(self.blocks), chain.digest())
         self.end = end
-        return BlocksReceived(len(self.blocks), committed=True)
+        return BlocksReceived(len(self.blocks) + self.miscount, committed=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvrelay import ask
+from kvrelay.answer_printer import AnswerPrinter
 from kvrelay.client import AnswerEvent
+from kvrelay.client_command import write
 from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.inference import TokensGenerated
 from kvrelay.sampling import GeneratedToken
@@ -62,6 +64,8 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--raw", "--system", "s"], "which --raw skips"),
         (["hello", "--max-tokens", "-1"], "max_tokens is -1"),
         (["hello", "--timeout", "-1"], "--timeout is -1; allowed is a number of seconds over 0"),
+        (["hello", "--n", "0"], "n is 0; allowed is [1, 128]"),
+        (["hello", "--n", "129"], "n is 129; allowed is [1, 128]"),
         (["hello", "--timeout", "nan"], "--timeout is nan"),
         (["--prompt-ids", "1,x"], "'x' is no token id"),
         (["hello", "--logprobs", "2"], "--logprobs are only shown by --json"),
@@ -85,7 +89,7 @@ async def test_what_ends_an_answer_early_has_a_line_of_its_own(capsys: pytest.Ca
         raise UnavailableError("gone")
 
     with pytest.raises(UnavailableError):
-        await ask._collect(events(), show=True)
+        await ask._collect(events(), AnswerPrinter(1, write))
     assert capsys.readouterr().out == "half an ans\n"
 
 
@@ -116,3 +120,20 @@ async def test_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None
 
         assert await asyncio.to_thread(ask.main, ["hello", "--top-p", "2", *address]) == 1
         assert capsys.readouterr().err == "kvrelay ask: top_p is 2.0; allowed is (0, 1]\n"
+
+
+async def test_several_answers_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ends() as cluster:
+        argv = ["hello", "--n", "2", "--max-tokens", "4", "--seed", "7", "--address", cluster.address]
+
+        assert await asyncio.to_thread(ask.main, argv) == 0
+        first, second, facts = capsys.readouterr().out.rstrip().split("\n\n")
+        assert first == f"--- 1 of 2 ---\n{ANSWER_TEXT[:4]}"
+        assert second == f"--- 2 of 2 ---\n{ANSWER_TEXT[:4]}"
+        assert "| 2 answers, 8 tokens out (2 length) |" in facts
+
+        assert await asyncio.to_thread(ask.main, [*argv, "--json"]) == 0
+        described = json.loads(capsys.readouterr().out)
+        assert [choice["index"] for choice in described["choices"]] == [0, 1]
+        assert {tuple(choice["token_ids"]) for choice in described["choices"]} == {ANSWER_IDS[:4]}
+        assert described["choices"][1]["seed"] == 2752974492218918672

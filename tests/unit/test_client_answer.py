@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.client_answer import ClientAnswer, describe, facts, percentiles
-from kvrelay.inference import RequestAccepted, RequestFinished, Timing, TokensGenerated, Usage
+from kvrelay.inference import ChoiceFinished, RequestAccepted, RequestFinished, Timing, TokensGenerated, Usage
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import CachedTokens, FinishReason, RequestId
 
@@ -66,3 +66,51 @@ def test_json() -> None:
         "handoff_bytes": 1_572_864,
         "retries": 0,
     }
+
+
+def two_answers() -> ClientAnswer:
+    answer = ClientAnswer(started_at=10.0)
+    finished = RequestFinished(FinishReason.STOP, Usage(100, 3), Timing(), stop_string="!")
+    for event, now in (
+        (RequestAccepted(RequestId("r"), 100, seed=7, max_tokens=3), 10.125),
+        (TokensGenerated((GeneratedToken(4),), "a"), 10.25),
+        (TokensGenerated((GeneratedToken(8),), "x", index=1), 10.5),
+        (TokensGenerated((GeneratedToken(5),), "b"), 10.75),
+        (ChoiceFinished(1, FinishReason.LENGTH, "", 1), 10.75),
+        (ChoiceFinished(0, FinishReason.STOP, "!", 2), 10.875),
+        (finished, 11.0),
+    ):
+        answer.add(event, now)
+    return answer
+
+
+def test_what_all_answers_have_together() -> None:
+    answer = two_answers()
+    assert [token.token_id for token in answer.tokens] == [4, 5, 8]
+    assert answer.gaps_s == [0.5]
+    assert answer.first_token_s == 0.25
+
+
+def test_facts_of_several_answers() -> None:
+    assert facts(two_answers()) == (
+        "[100 prompt tokens (none cached) | 2 answers, 3 tokens out (1 stop, 1 length) | TTFT 250 ms | "
+        "inter-token p50 500 ms, p95 500 ms | KV handed over 0 B]"
+    )
+
+
+def test_json_of_several_answers_lists_them_each_with_the_seed_that_alone_would_give_it() -> None:
+    described = describe(two_answers())
+    assert described["seed"] == 7
+    assert described["usage"]["completion_tokens"] == 3
+    assert "text" not in described
+    assert described["choices"] == [
+        {"index": 0, "text": "ab", "token_ids": [4, 5], "finish_reason": "stop", "stop_string": "!", "seed": 7},
+        {
+            "index": 1,
+            "text": "x",
+            "token_ids": [8],
+            "finish_reason": "length",
+            "stop_string": "",
+            "seed": 2752974492218918672,
+        },
+    ]

@@ -18,6 +18,7 @@ class StoreConfig(RoleConfig):
     memory_bytes: int = option(2**30, "size of the memory tier", unit="bytes", minimum=1)
     compress: bool = option(False, "compress slabs")
     upstream: str = option("", "store to fill from", unit="host:port")
+    mirrors: tuple[str, ...] = option((), "stores to copy to", unit="host:port")
     mode: str = option("lru", "which block goes first", choices=("lru", "fifo"))
 
 
@@ -86,6 +87,21 @@ def test_booleans_as_flags() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "addresses"), [("", ()), ("a:1", ("a:1",)), ("a:1,[::1]:2, b.c:3", ("a:1", "[::1]:2", "b.c:3"))]
+)
+def test_several_addresses(text: str, addresses: tuple[str, ...]) -> None:
+    assert load_store("--mirrors", text).mirrors == addresses
+    assert load_store(KVRELAY_MIRRORS=text).mirrors == addresses
+
+
+def test_several_addresses_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvrelay.toml"
+    file.write_text('[kvstore]\nmirrors = ["a:1", "b:2"]\n')
+
+    assert load_store("--config", str(file)).mirrors == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize(
     ("argv", "environ", "message"),
     [
         (["--port", "70000"], {}, "--port is '70000'; allowed is a whole number from 0 to 65535"),
@@ -106,6 +122,10 @@ def test_booleans_as_flags() -> None:
         ),
         ([], {"KVRELAY_COMPRESS": "maybe"}, "KVRELAY_COMPRESS is 'maybe'; allowed is true or false"),
         (["--upstream", "store"], {}, "--upstream is 'store'; allowed is host:port, such as 127.0.0.1:7400"),
+        *(
+            (["--mirrors", text], {}, f"--mirrors is {text!r}; allowed is host:port, or several different ones with ")
+            for text in ("store", "a:1,", ",", "a:1;b:2", "a:1,b", "a:1,a:1", "a:1, ,b:2")
+        ),
         ([], {"KVRELAY_KVSTORE_MEMRY_BYTES": "1"}, "KVRELAY_KVSTORE_MEMRY_BYTES is no setting of kvstore; "),
         ([], {"KVRELAY_KVSTORE_MEMRY_BYTES": "1"}, "did you mean memory_bytes?"),
         ([], {"KVRELAY_KVSTORE_XYZZY": "1"}, "allowed are advertise, compress, grace_s, host, "),
@@ -133,6 +153,7 @@ def test_bad_values_and_unknown_names_say_what_is_allowed(
         ("[kvstore]\nport = true\n", "[kvstore] port is True; allowed is a whole number from 0 to 65535"),
         ("[kvstore]\nport = 1.5\n", "[kvstore] port is 1.5; allowed is a whole number from 0 to 65535"),
         ("[kvstore]\nport = [1]\n", "[kvstore] port is [1]; allowed is a whole number from 0 to 65535"),
+        ("[kvstore]\nmirrors = [7]\n", "[kvstore] mirrors is [7]; allowed is host:port, or several different ones "),
         ("[kvstore]\nhost = 7\n", "[kvstore] host is 7; allowed is text"),
         ("[kvstore]\ncompress = 7\n", "[kvstore] compress is 7; allowed is true or false"),
         ("[kvstore\n", "is not TOML: "),
@@ -206,7 +227,7 @@ def test_the_documentation_table_has_a_row_for_each_field() -> None:
     rows = markdown_table(StoreConfig, "kvstore").splitlines()
 
     assert rows[0] == "| flag | environment | default | meaning |"
-    assert len(rows) == 2 + 7 + 5
+    assert len(rows) == 2 + 7 + 6
     assert "| `--path` | `KVRELAY_KVSTORE_PATH` | required | directory of the disk tier |" in rows
     assert "| `--memory-bytes` | `KVRELAY_KVSTORE_MEMORY_BYTES` | `1GiB` | size of the memory tier |" in rows
     assert "| `--upstream` | `KVRELAY_KVSTORE_UPSTREAM` | none | store to fill from |" in rows

@@ -69,6 +69,21 @@ def test_other_shapes_get_ports_and_names_in_order() -> None:
     assert not any("--kvstore" in role.flags for role in roles)
 
 
+def test_every_node_and_the_store_join_every_coordinator() -> None:
+    roles = up.plan(options("--coordinators", "3"), Path("/m"), Path("/d"))
+    assert [(role.name, role.port) for role in roles] == [
+        ("coordinator-1", 7400),
+        ("coordinator-2", 7402),
+        ("coordinator-3", 7403),
+        ("kvstore", 7401),
+        ("prefill-node", 7410),
+        ("decode-node", 7420),
+    ]
+    for role in roles[3:]:
+        assert value(role.flags, "--coordinator") == "127.0.0.1:7400,127.0.0.1:7402,127.0.0.1:7403"
+    up.check_settings([role for role in roles if role.role is Role.KVSTORE])
+
+
 @pytest.mark.parametrize(
     ("cores", "flags", "threads"),
     [
@@ -87,6 +102,7 @@ def test_nodes_share_the_cores(cores: int, flags: list[str], threads: str, monke
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--coordinators", "10"], r"--coordinators is 10; allowed is \[1, 9\]"),
         (["--prefill", "0"], r"--prefill is 0; allowed is \[1, 10\]"),
         (["--decode", "81"], r"--decode is 81; allowed is \[1, 80\]"),
         (["--port-base", "65500"], r"--port-base is 65500; allowed is \[1, 65335\]"),

@@ -69,10 +69,24 @@ def test_resumed_request_goes_to_the_front_even_of_a_full_queue() -> None:
     waiting = queue.enter("waiting")
     queue.admission.refused(waiting)
     queue.new_turns()
-    with pytest.raises(OverloadedError, match="1 requests wait already"):
+    with pytest.raises(OverloadedError, match="1 answers wait already"):
         queue.enter("too many")
     queue.enter("resumed", front=True)
     assert queue.new_turns() == ["resumed"]
+
+
+def test_kept_places_count_until_they_are_given_back() -> None:
+    queue = Queue(max_queue=3)
+    queue.admission.check_room(3)
+    queue.enter("first")
+    queue.admission.keep(2)
+    assert queue.admission.num_waiting == 1
+    with pytest.raises(OverloadedError, match="3 answers wait already, and 1 more would be over the 3"):
+        queue.enter("other")
+    queue.admission.give_back(1)
+    queue.admission.check_room(1)
+    with pytest.raises(OverloadedError, match="2 answers wait already, and 2 more would be over the 3"):
+        queue.admission.check_room(2)
 
 
 def test_request_that_was_just_refused_waits_for_a_change() -> None:
@@ -114,7 +128,7 @@ def test_no_wake_up_is_lost(steps: list[str]) -> None:
     for step in steps:
         trying = [ticket for ticket in tickets if ticket.trying]
         match step:
-            case "enter" if not queue.admission.full:
+            case "enter" if len(tickets) < 5:
                 tickets.append(queue.enter("new"))
             case "resume":
                 tickets.insert(0, queue.enter("resumed", front=True))

@@ -181,6 +181,8 @@ async def test_it_is_stuck_when_a_step_takes_longer_than_the_watchdog_and_not_af
         await asyncio.to_thread(core.entered.wait)
         assert not loop.stuck(clock.now + 10.0)
         assert loop.stuck(clock.now + 10.5)
+        assert loop.busy_s(clock.now + 10.5) == 10.5
+        assert not loop.died
         core.gate.set()
         await delivered.wait_for(1)
         await loop.call(lambda core: None)
@@ -221,6 +223,7 @@ async def test_a_stopped_engine_fails_what_it_had_not_come_to() -> None:
     await stopping
     assert not loop.running
     assert loop.stuck(0.0)
+    assert not loop.died
     with pytest.raises(UnavailableError, match="not running"):
         await loop.call(lambda core: None)
     loop.post(lambda core: None)
@@ -251,5 +254,6 @@ async def test_books_that_do_not_balance_end_the_engine(caplog: pytest.LogCaptur
     loop.post(give_work(1))
     await loop.wait_ended()
     assert loop.stuck(0.0)
+    assert loop.died
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
     await loop.stop()

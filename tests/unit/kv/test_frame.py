@@ -9,12 +9,17 @@ from kvrelay.errors import CorruptBlockError
 from kvrelay.kv.frame import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
+    MESSAGE_BYTES,
     Frame,
     FrameKind,
+    Packer,
     block_frame,
     control_frame,
     decode,
     encode,
+    fit,
+    frames_per_message,
+    pack,
     tail_frame,
     verify,
 )
@@ -33,49 +38,130 @@ frames = st.one_of(
 )
 
 
+messages = st.lists(frames, min_size=1, max_size=5)
+
+
+def read_all(message: bytes) -> list[Frame]:
+    found = decode(message, max_payload_bytes=MAX)
+    for frame in found:
+        verify(frame)
+    return found
+
+
 def read(message: bytes) -> Frame:
-    frame = decode(message, max_payload_bytes=MAX)
-    verify(frame)
+    (frame,) = read_all(message)
     return frame
 
 
 def forge(**changes: int) -> bytes:
     """A block frame with fields of a hostile peer's choice and a right CRC-32."""
     fields = {"kind": 2, "tier": 0, "zero": 0, "index": 0, "tokens": 0, "payload_bytes": 256} | changes
-    packed = struct.pack("<4sBBBBIII32s16s", b"KVRF", 1, *fields.values(), b"h" * 32, b"c" * 16)
+    packed = struct.pack("<4sBBBBIII32s16s", b"KVRF", 2, *fields.values(), b"h" * 32, b"c" * 16)
     return packed + struct.pack("<I", zlib.crc32(packed)) + SLAB
 
 
 def test_header_is_as_documented() -> None:
     """docs/wire.md, byte for byte; the checksum is XXH3-128 of b"abc", the CRC-32 zlib's of the first 68 bytes."""
     message = encode(block_frame(7, BlockHash(b"h" * 32), b"abc", tier=Tier.DISK))
-    head = b"KVRF" + bytes([1, 2, 2, 0]) + b"\7\0\0\0" + b"\0\0\0\0" + b"\3\0\0\0" + b"h" * 32
+    head = b"KVRF" + bytes([2, 2, 2, 0]) + b"\7\0\0\0" + b"\0\0\0\0" + b"\3\0\0\0" + b"h" * 32
     head += bytes.fromhex("06b05ab6733a618578af5f94892f3950")
     assert message == head + zlib.crc32(head).to_bytes(4, "little") + b"abc"
     assert len(head) + 4 == HEADER_BYTES == 72
 
 
-@given(frames)
-def test_round_trip(frame: Frame) -> None:
-    assert read(encode(frame)) == frame
+@given(messages)
+def test_round_trip(sent: list[Frame]) -> None:
+    """Frames of mixed kinds in one message come out as they went in, in order."""
+    assert read_all(encode(*sent)) == sent
 
 
-@given(frames, st.data())
-def test_any_flipped_bit_is_found(frame: Frame, data: st.DataObject) -> None:
-    message = bytearray(encode(frame))
+@given(messages, st.data())
+def test_any_flipped_bit_is_found(sent: list[Frame], data: st.DataObject) -> None:
+    message = bytearray(encode(*sent))
     position = data.draw(st.integers(0, len(message) - 1))
     message[position] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(CorruptBlockError):
-        read(bytes(message))
+        read_all(bytes(message))
 
 
-@given(frames, st.data())
-def test_any_truncation_or_extension_is_found(frame: Frame, data: st.DataObject) -> None:
-    message = encode(frame)
+THREE = [
+    block_frame(4, BlockHash(b"h" * 32), SLAB),
+    tail_frame(5, 3, SLAB[:7]),
+    control_frame(FrameKind.END, b"the end"),
+]
+STARTS = [0, 72 + 256, 2 * 72 + 256 + 7, 3 * 72 + 256 + 7 + 7]  # of the three frames, and where they end
+
+
+def test_every_flipped_bit_of_every_header_is_found() -> None:
+    """Before any frame of the message is given: also what was whole in front of it is not used."""
+    message = encode(*THREE)
+    assert len(message) == STARTS[-1]
+    for start in STARTS[:-1]:
+        for bit in range(8 * HEADER_BYTES):
+            flipped = bytearray(message)
+            flipped[start + bit // 8] ^= 1 << bit % 8
+            with pytest.raises(CorruptBlockError):
+                decode(bytes(flipped), max_payload_bytes=MAX)
+
+
+def test_a_message_cut_anywhere_but_between_frames_is_refused_whole() -> None:
+    message = encode(*THREE)
+    for end in range(len(message)):
+        if end in STARTS[1:]:
+            assert read_all(message[:end]) == THREE[: STARTS.index(end)]
+        else:
+            with pytest.raises(CorruptBlockError):
+                decode(message[:end], max_payload_bytes=MAX)
+
+
+@given(messages, st.binary(min_size=1, max_size=90))
+def test_any_extension_is_found(sent: list[Frame], more: bytes) -> None:
     with pytest.raises(CorruptBlockError):
-        decode(message[: data.draw(st.integers(0, len(message) - 1))], max_payload_bytes=MAX)
-    with pytest.raises(CorruptBlockError):
-        decode(message + data.draw(st.binary(min_size=1, max_size=9)), max_payload_bytes=MAX)
+        decode(encode(*sent) + more, max_payload_bytes=MAX)
+
+
+def sized(num_bytes: int, index: int = 0) -> Frame:
+    """A frame that takes so many bytes of a message."""
+    return block_frame(index, BlockHash(b"h" * 32), bytes(num_bytes - HEADER_BYTES))
+
+
+def test_several_frames_have_at_most_1088_kib_and_one_alone_may_be_longer() -> None:
+    assert MESSAGE_BYTES == 1_114_112
+    half = MESSAGE_BYTES // 2
+    assert fit(sized(half), sized(half))
+    assert len(decode(encode(sized(half), sized(half)), max_payload_bytes=2**21)) == 2
+    assert not fit(sized(half), sized(half + 1))
+    with pytest.raises(CorruptBlockError, match="message of 1114113 bytes; one of several frames has at most 1114112"):
+        decode(encode(sized(half), sized(half + 1)), max_payload_bytes=2**21)
+    assert fit(sized(2**21))
+    assert len(decode(encode(sized(2**21)), max_payload_bytes=2**21)) == 1
+
+
+@pytest.mark.parametrize(
+    ("slab_bytes", "num_frames"),
+    [(2**21, 1), (2**20, 1), (2**20 + 65_464, 1), (2**19, 2), (368_640, 3), (2**18, 4), (2**16, 16), (512, 1_907)],
+)
+def test_blocks_a_message_holds(slab_bytes: int, num_frames: int) -> None:
+    """368,640 is the demo model's slab in bfloat16, 2 MiB one of a model of eight billion parameters."""
+    assert frames_per_message(slab_bytes) == num_frames
+
+
+@given(st.lists(st.integers(HEADER_BYTES, 900_000), max_size=12))
+def test_packed_messages_hold_every_frame_in_order_and_are_as_full_as_may_be(sizes: list[int]) -> None:
+    sent = [sized(size, index) for index, size in enumerate(sizes)]
+    packed = list(pack(sent))
+    received = [decode(message, max_payload_bytes=2**21) for message in packed]
+    assert [frame for message in received for frame in message] == sent
+    for message, following in zip(packed, received[1:], strict=False):
+        assert len(message) <= MESSAGE_BYTES < len(message) + HEADER_BYTES + len(following[0].payload)
+
+
+def test_a_packer_with_nothing_in_it_has_no_message() -> None:
+    packer = Packer()
+    assert packer.rest() is None
+    assert packer.add(sized(100)) is None
+    assert packer.rest() == encode(sized(100))
+    assert packer.rest() is None
 
 
 @given(st.binary(max_size=400))
@@ -89,7 +175,7 @@ def test_noise_is_refused(noise: bytes) -> None:
     [
         (forge(payload_bytes=2**32 - 1), "announces 4294967295 payload bytes; at most 4096"),
         (forge(payload_bytes=257), "announces 257 payload bytes and carries 256"),
-        (forge(payload_bytes=0), "announces 0 payload bytes and carries 256"),
+        (forge(payload_bytes=0), r"frame starts with b'\\x00\\x01\\x02\\x03', not b'KVRF'"),
         (forge(kind=0), "kind 0"),
         (forge(kind=9), "kind 9"),
         (forge(tier=4), "tier 4"),
@@ -106,14 +192,14 @@ def test_hostile_fields_under_a_right_crc_are_refused(message: bytes, reason: st
 
 def test_another_version_is_named() -> None:
     message = bytearray(forge())
-    message[4] = 2
-    with pytest.raises(CorruptBlockError, match="version is 2; this side speaks 1"):
+    message[4] = 1
+    with pytest.raises(CorruptBlockError, match="version is 1; this side speaks 2"):
         decode(bytes(message), max_payload_bytes=MAX)
 
 
 def test_a_block_payload_is_left_to_verify_but_a_control_payload_is_not() -> None:
     broken_block = encode(block_frame(0, BlockHash(b"h" * 32), SLAB))[:-1] + b"!"
-    frame = decode(broken_block, max_payload_bytes=MAX)
+    (frame,) = decode(broken_block, max_payload_bytes=MAX)
     with pytest.raises(CorruptBlockError, match="BLOCK frame, block 0: payload fails its checksum"):
         verify(frame)
     broken_end = encode(control_frame(FrameKind.END, SLAB))[:-1] + b"!"
@@ -127,11 +213,11 @@ def test_control_frames_have_a_bound_of_their_own() -> None:
         decode(encode(control_frame(FrameKind.BEGIN, bytes(MAX_CONTROL_BYTES + 1))), max_payload_bytes=2**20)
 
 
-def test_the_payload_is_a_view_not_a_copy() -> None:
-    message = encode(block_frame(0, BlockHash(b"h" * 32), SLAB))
-    payload = decode(message, max_payload_bytes=MAX).payload
-    assert isinstance(payload, memoryview)
-    assert payload.obj is message
+def test_payloads_are_views_not_copies() -> None:
+    message = encode(*THREE)
+    for frame in decode(message, max_payload_bytes=MAX):
+        assert isinstance(frame.payload, memoryview)
+        assert frame.payload.obj is message
 
 
 def test_a_typed_view_is_counted_in_bytes() -> None:

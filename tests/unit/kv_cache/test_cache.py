@@ -47,6 +47,16 @@ def test_slab_read_is_a_copy() -> None:
     assert slab == struct.pack("<32f", *range(32))
 
 
+def test_slabs_viewed_are_the_blocks_own_memory_and_may_not_be_written_to() -> None:
+    cache = numbered_cache()
+    views = cache.view_slabs([BlockId(2), BlockId(0)])
+    assert views == [struct.pack("<32f", *range(64, 96)), struct.pack("<32f", *range(32))]
+    cache.tensor[0].zero_()
+    assert views[1] == bytes(128)
+    assert all(memoryview(view).readonly for view in views)
+    assert cache.view_slabs([]) == []
+
+
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_slab_written_fills_its_block_and_no_other(kind: type) -> None:
     cache = numbered_cache()

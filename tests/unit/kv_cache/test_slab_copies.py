@@ -76,6 +76,17 @@ def test_a_slab_read_is_waited_for(cache: PagedKVCache, cuda: FakeCuda) -> None:
     assert cuda.log == ["host waits for event 0", "copies records event 0", "host waits for event 0"]
 
 
+def test_slabs_viewed_are_copied_a_ring_at_a_time_with_one_wait(cache: PagedKVCache, cuda: FakeCuda) -> None:
+    cache.tensor.copy_(torch.arange(5 * 32.0).view(cache.tensor.shape))
+    views = cache.view_slabs([BlockId(block) for block in (4, 0, 1, 2, 3)])
+    assert views == [slab(32 * block) for block in (4, 0, 1, 2, 3)]
+    waits = [line for line in cuda.log if line.startswith("host")]
+    assert waits == [f"host waits for event {turn}" for turn in (0, 1, 2, 3, 3, 0, 0)]
+    assert cuda.log[7:9] == ["copies records event 3", "host waits for event 3"], "all four are on their way by then"
+    cache.tensor.zero_()
+    assert views[1] == slab(0)
+
+
 def test_a_slab_written_is_not(cache: PagedKVCache, cuda: FakeCuda) -> None:
     cache.write_slab(BlockId(2), slab(50))
     assert cuda.log == ["host waits for event 0", "copies records event 0"]  # the first: that the buffer is free

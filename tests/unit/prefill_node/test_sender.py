@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
 
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
-from kvrelay.errors import KVRelayError, StaleError, UnavailableError
+from kvrelay.errors import CorruptBlockError, KVRelayError, StaleError, UnavailableError
 from kvrelay.kv.frame import FrameKind
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.layout import KVLayout
@@ -30,10 +32,15 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", blo
 MODEL = ModelInfo("tiny", "f" * 64, "llama", 1_024, 300, (2,), LAYOUT, "float32", "plain")
 TOKEN = GeneratedToken(42)
 JOB = JobId(1)
+LARGE = KVLayout(num_layers=2, num_kv_heads=8, head_dim=256, dtype="float32", block_tokens=16)  # 512 KiB a slab
 
 
-def slab_of(block_id: int) -> bytes:
-    return bytes([block_id % 251]) * LAYOUT.slab_bytes
+def model_of(layout: KVLayout, **changes: int) -> ModelInfo:
+    return replace(MODEL, layout=replace(layout, **changes))  # type: ignore[arg-type]
+
+
+def slab_of(block_id: int, layout: KVLayout = LAYOUT) -> bytes:
+    return bytes([block_id % 251]) * layout.slab_bytes
 
 
 @dataclass
@@ -44,7 +51,8 @@ class Handoff:
     address: str
     channel: grpc.aio.Channel
     progress: Progress = field(default_factory=Progress)
-    reads: list[BlockId] = field(default_factory=list)
+    model: ModelInfo = MODEL
+    reads: list[tuple[BlockId, ...]] = field(default_factory=list)
 
     def admit(self, num_tokens: int) -> None:
         block_ids = tuple(BlockId(100 + i) for i in range(LAYOUT.blocks_for(num_tokens)))
@@ -53,17 +61,17 @@ class Handoff:
     def compute(self, num_tokens: int, token: GeneratedToken | None = None) -> None:
         self.progress.take(Computed(JOB, num_tokens, token), now=0.0)
 
-    def read_slab(self, block_id: BlockId) -> bytes:
-        self.reads.append(block_id)
-        return slab_of(block_id)
+    def view_slabs(self, block_ids: Seq[BlockId]) -> list[bytes]:
+        self.reads.append(tuple(block_ids))
+        return [slab_of(block_id, self.model.layout) for block_id in block_ids]
 
     async def send(self, num_tokens: int, first_block: int = 0, stall_s: float = 30.0) -> HandoffReport:
         token_ids = tuple(i % 300 for i in range(num_tokens))
         request = NodeRequest(RequestId("r"), token_ids, num_tokens, SamplingParams(seed=0, max_tokens=9))
-        sequence = Sequence.create(request, chain_root(MODEL.fingerprint, LAYOUT.fingerprint, b""), 16)
+        sequence = Sequence.create(request, chain_root(self.model.fingerprint, self.model.layout.fingerprint, b""), 16)
         target = HandoffTarget(self.address, InstanceId("decoder"), ReservationId("res"), 3, first_block)
         call = raw.stream_stream(self.channel, raw.KV_TRANSFER, "Receive")()
-        sender = HandoffSender(call, target, MODEL, sequence, self.progress, self.read_slab, stall_s=stall_s)
+        sender = HandoffSender(call, target, self.model, sequence, self.progress, self.view_slabs, stall_s=stall_s)
         return await sender.send()
 
 
@@ -125,7 +133,7 @@ async def test_blocks_the_decode_node_has_are_neither_read_nor_sent(handoff: Han
     handoff.admit(70)
     handoff.compute(70, TOKEN)
     report = await handoff.send(70, first_block=3)
-    assert handoff.reads == [103, 104]
+    assert handoff.reads == [(103, 104)]
     assert [frame.block_index for frame in handoff.receiver.blocks] == [3, 4]
     assert handoff.receiver.begin is not None
     assert (handoff.receiver.begin.first_block, handoff.receiver.begin.num_blocks) == (3, 2)
@@ -137,7 +145,7 @@ async def test_blocks_leave_as_their_chunks_end(handoff: Handoff) -> None:
     sending = asyncio.create_task(handoff.send(40))
     handoff.compute(20)
     await handoff.receiver.wait_for_blocks(1)
-    assert handoff.reads == [100]  # block 1 is only half computed
+    assert handoff.reads == [(100,)]  # block 1 is only half computed
     handoff.compute(33)
     await handoff.receiver.wait_for_blocks(2)
     handoff.compute(40, TOKEN)
@@ -145,24 +153,119 @@ async def test_blocks_leave_as_their_chunks_end(handoff: Handoff) -> None:
     assert [frame.kind for frame in handoff.receiver.blocks] == [FrameKind.BLOCK, FrameKind.BLOCK, FrameKind.TAIL]
 
 
-async def test_at_most_two_blocks_are_unacknowledged(handoff: Handoff) -> None:
-    """A receiver that does not acknowledge holds the sender's memory at two slabs, however long the prompt."""
+@pytest.mark.parametrize(
+    ("num_layers", "window"),
+    [(2, ((100, 101), (102, 103))), (3, ((100,), (101,))), (4, ((100,), (101,))), (8, ((100,), (101,)))],
+)
+async def test_at_most_two_messages_are_unanswered(
+    handoff: Handoff, num_layers: int, window: tuple[tuple[int, ...], ...]
+) -> None:
+    """Slabs of 1/2, 3/4, 1 and 2 MiB. A receiver that does not answer holds the memory of the sender at two messages,
+    however long the prompt; and each message is of about 1 MiB, or of one block."""
+    handoff.model = model_of(LARGE, num_layers=num_layers)
     handoff.receiver.may_acknowledge.clear()
     handoff.admit(1_000)
     handoff.compute(1_000, TOKEN)
-    with pytest.raises(UnavailableError, match=r"decode node .*: no progress on the KV stream for 0\.2 s"):
-        await handoff.send(1_000, stall_s=0.2)
-    assert handoff.reads == [100, 101]
+    with pytest.raises(UnavailableError, match=r"decode node .*: no progress on the KV stream for 0\.5 s"):
+        await handoff.send(1_000, stall_s=0.5)
+    assert tuple(handoff.reads) == window
 
 
-async def test_acknowledging_lets_the_next_blocks_go(handoff: Handoff) -> None:
+async def test_an_answer_lets_the_next_message_go(handoff: Handoff) -> None:
+    handoff.model = model_of(LARGE)
     handoff.receiver.may_acknowledge.clear()
     handoff.admit(160)
     handoff.compute(160, TOKEN)
     sending = asyncio.create_task(handoff.send(160))
+    await handoff.receiver.wait_for_blocks(2)
+    assert len(handoff.reads) <= 2
     handoff.receiver.may_acknowledge.set()
     await sending
+    assert handoff.reads == [(100, 101), (102, 103), (104, 105), (106, 107), (108, 109)]
     assert len(handoff.receiver.blocks) == 10
+
+
+async def test_a_message_is_as_full_as_the_kv_allows_and_waits_for_no_more(handoff: Handoff) -> None:
+    """Chunks of 16, 80 and 17 tokens; the last blocks of the last one leave with END, whatever room there is left."""
+    handoff.model = model_of(LARGE, num_layers=1)  # 256 KiB: four a message
+    handoff.admit(113)
+    sending = asyncio.create_task(handoff.send(113))
+    for computed, sent in ((16, 1), (96, 6)):
+        handoff.compute(computed)
+        await handoff.receiver.wait_for_blocks(sent)
+    handoff.compute(113, TOKEN)
+    await sending
+    assert handoff.reads == [(100,), (101, 102, 103, 104), (105,), (106, 107)]
+    assert len(handoff.receiver.messages) == 1 + 4, "BEGIN, and no message for END alone"
+
+
+@pytest.mark.parametrize(("num_layers", "num_messages"), [(4, 1 + 2), (8, 1 + 2 + 1)])
+async def test_end_rides_with_the_last_block_where_there_is_room(
+    handoff: Handoff, num_layers: int, num_messages: int
+) -> None:
+    """A slab of 1 MiB leaves room for it; beside one of 2 MiB END has a message of its own."""
+    handoff.model = model_of(LARGE, num_layers=num_layers)
+    handoff.admit(32)
+    handoff.compute(32, TOKEN)
+    await handoff.send(32)
+    assert len(handoff.receiver.messages) == num_messages
+    assert handoff.receiver.committed
+
+
+async def test_the_token_may_come_later_than_the_last_blocks(handoff: Handoff) -> None:
+    handoff.admit(40)
+    sending = asyncio.create_task(handoff.send(40))
+    handoff.compute(40)
+    await handoff.receiver.wait_for_blocks(3)
+    assert handoff.receiver.end is None
+    handoff.compute(40, TOKEN)
+    await sending
+    assert handoff.reads == [(100, 101, 102), ()]
+
+
+async def test_one_answer_that_does_not_come_ends_it_while_the_prompt_still_computes(handoff: Handoff) -> None:
+    """The window has room and the engine is not done: the wait counts from the first message all the same."""
+    handoff.receiver.may_acknowledge.clear()
+    handoff.admit(100)
+    handoff.compute(16)
+    async with asyncio.timeout(10):
+        with pytest.raises(UnavailableError, match=r"decode node .*: no progress on the KV stream for 0\.2 s"):
+            await handoff.send(100, stall_s=0.2)
+
+
+async def test_a_prompt_that_is_slow_to_compute_is_no_stall(handoff: Handoff) -> None:
+    handoff.admit(32)
+    handoff.compute(16)
+    sending = asyncio.create_task(handoff.send(32, stall_s=0.1))
+    await handoff.receiver.wait_for_blocks(1)
+    await asyncio.wait([sending], timeout=0.3)  # three times as long as any answer may take
+    handoff.compute(32, TOKEN)
+    await sending
+
+
+async def test_an_answer_for_other_blocks_than_were_sent_is_refused(handoff: Handoff) -> None:
+    handoff.receiver.miscount = 1
+    handoff.admit(32)
+    handoff.compute(32, TOKEN)
+    with pytest.raises(CorruptBlockError, match=r"decode node .*: it answers for 3 blocks; 2 were due"):
+        await handoff.send(32)
+
+
+async def test_the_tail_is_the_time_from_the_first_token_to_the_commit(handoff: Handoff) -> None:
+    """Of a receiver that commits 0.2 s after the token, of a handoff that began 0.1 s before."""
+    handoff.receiver.hold_commit_only = True
+    handoff.receiver.may_acknowledge.clear()
+    handoff.admit(32)
+    handoff.compute(16)
+    sending = asyncio.create_task(handoff.send(32))
+    await handoff.receiver.wait_for_blocks(1)
+    await asyncio.wait([sending], timeout=0.1)
+    handoff.progress.take(Computed(JOB, 32, TOKEN), now=time.monotonic())
+    await handoff.receiver.wait_for_end()
+    await asyncio.wait([sending], timeout=0.2)
+    handoff.receiver.may_acknowledge.set()
+    report = await sending
+    assert 0.19 < report.tail_s < report.handoff_s - 0.09
 
 
 async def test_a_refusal_comes_back_as_the_decode_node_named_it(handoff: Handoff) -> None:

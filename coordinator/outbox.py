@@ -1,0 +1,68 @@
+"""What waits to be sent to one request's client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from kvrelay.inference import GenerateEvent, RequestFailed, RequestFinished, TokensGenerated
+from kvrelay.sampling import GeneratedToken
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """Of one answer, what came since its last event was taken."""
+
+    index: int
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, event: TokensGenerated) -> None:
+        self.tokens += event.tokens
+        self.texts.append(event.text)
+
+    def event(self) -> TokensGenerated:
+        return TokensGenerated(tuple(self.tokens), "".join(self.texts), self.index)
+
+
+class Outbox:
+    """One producer, one consumer. A slow client gets its tokens in larger events: at most one an answer waits."""
+
+    def __init__(self) -> None:
+        self._entries: deque[GenerateEvent | _Unsent] = deque()
+        self._unsent: dict[int, _Unsent] = {}
+        self._arrived = asyncio.Event()
+
+    def put(self, event: GenerateEvent) -> None:
+        if isinstance(event, TokensGenerated):
+            self._add(event)
+        else:
+            self._entries.append(event)
+        self._arrived.set()
+
+    async def events(self) -> AsyncIterator[GenerateEvent]:
+        """Every event, the terminal one last; those of one answer in order. May be read once."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._entries:
+                event = self._take()
+                yield event
+                if isinstance(event, RequestFinished | RequestFailed):
+                    return
+
+    def _add(self, event: TokensGenerated) -> None:
+        unsent = self._unsent.get(event.index)
+        if unsent is None:
+            unsent = self._unsent[event.index] = _Unsent(event.index)
+            self._entries.append(unsent)
+        unsent.add(event)
+
+    def _take(self) -> GenerateEvent:
+        entry = self._entries.popleft()
+        if not isinstance(entry, _Unsent):
+            return entry
+        del self._unsent[entry.index]
+        return entry.event()

@@ -1,0 +1,101 @@
+"""What waits for a slow client: at most one event of tokens an answer, and everything in its answer's order."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.outbox import Outbox
+from kvrelay.inference import (
+    ChoiceFinished,
+    GenerateEvent,
+    RequestAccepted,
+    RequestFailed,
+    TokensGenerated,
+)
+from kvrelay.sampling import GeneratedToken
+from kvrelay.types import FinishReason, RequestId
+
+ACCEPTED = RequestAccepted(RequestId("r"), 1, 7, 9)
+FAILED = RequestFailed("unavailable", "gone", retryable=True)
+
+
+def tokens(index: int, *token_ids: int) -> TokensGenerated:
+    return TokensGenerated(
+        tuple(GeneratedToken(token_id) for token_id in token_ids), "".join(map(chr, token_ids)), index
+    )
+
+
+def complete(index: int) -> ChoiceFinished:
+    return ChoiceFinished(index, FinishReason.STOP, "", 1)
+
+
+async def drained(outbox: Outbox) -> list[GenerateEvent]:
+    return [event async for event in outbox.events()]
+
+
+async def test_tokens_that_wait_are_put_together_for_each_answer() -> None:
+    outbox = Outbox()
+    for event in (
+        ACCEPTED,
+        tokens(0, 97),
+        tokens(1, 65),
+        tokens(0, 98),
+        complete(0),
+        tokens(1, 66, 67),
+        complete(1),
+        FAILED,
+    ):
+        outbox.put(event)
+    assert await drained(outbox) == [
+        ACCEPTED,
+        tokens(0, 97, 98),
+        tokens(1, 65, 66, 67),
+        complete(0),
+        complete(1),
+        FAILED,
+    ]
+
+
+async def test_what_was_taken_is_not_added_to() -> None:
+    outbox = Outbox()
+    events = outbox.events()
+    for token_id in (97, 98):
+        outbox.put(tokens(0, token_id))
+        assert await asyncio.wait_for(anext(events), 10.0) == tokens(0, token_id)
+    outbox.put(FAILED)
+    assert [event async for event in events] == [FAILED]
+
+
+async def test_a_client_that_reads_nothing_costs_one_entry_an_answer() -> None:
+    outbox = Outbox()
+    for number in range(1_000):
+        outbox.put(tokens(number % 4, 97))
+    outbox.put(FAILED)
+    events = await drained(outbox)
+    assert len(events) == 5
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.booleans()), max_size=60))
+def test_each_answers_tokens_come_in_order_whenever_they_are_read(steps: list[tuple[int, int, bool]]) -> None:
+    async def scenario() -> None:
+        outbox, given_ids, seen_ids = Outbox(), dict[int, list[int]](), dict[int, list[int]]()
+        events = outbox.events()
+
+        def see(event: GenerateEvent) -> None:
+            if isinstance(event, TokensGenerated):
+                seen_ids.setdefault(event.index, []).extend(token.token_id for token in event.tokens)
+
+        for index, token_id, read in steps:
+            outbox.put(tokens(index, token_id))
+            given_ids.setdefault(index, []).append(token_id)
+            if read:
+                see(await anext(events))
+        outbox.put(FAILED)
+        async for event in events:
+            see(event)
+        assert seen_ids == given_ids
+
+    asyncio.run(scenario())
