@@ -11,7 +11,7 @@ KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help venv native up test test-gpu test-kernels chaos lint fmt fmt-check type check proto config-table
-.PHONY: bench bench-engine bench-peers bench-gpu clean
+.PHONY: bench bench-engine bench-handoff bench-peers bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -73,7 +73,10 @@ bench-gpu: $(INSTALLED)  ## measure a Llama-3.1-8B-shaped model on a GPU against
 bench-engine: $(INSTALLED)  ## measure the engine beside its peers on this CPU; ARGS="--quick" or "--help"
 	$(BIN)/python -m bench.engine $(ARGS)
 
-bench-peers:  ## make the peers' environments (5 GB); ARGS="openvino" for some of them
+bench-handoff: $(INSTALLED)  ## measure how KV moves between processes, and what that does to all else; ARGS="--quick"
+	$(BIN)/python -m bench.handoff $(ARGS)
+
+bench-peers:  ## make the peers' environments (5 GB); ARGS="mooncake" for some of them
 	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)
 
 clean:  ## remove what the other targets made; the downloaded model stays

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
 from kvrelay.rpc import convert_errors, grpc_log, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from kvrelay.rpc.credentials import MutualTLS
 from kvrelay.rpc.raw import KV_TRANSFER
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,16 @@ async def abort(context: Context, error: KVRelayError) -> Never:
     raise AssertionError("abort returned")
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """The port the server will answer on once started. Raises ConfigError when it cannot be had."""
+def bind(server: grpc.aio.Server, host: str, port: int, tls: MutualTLS | None = None) -> int:
+    """The port the server will answer on once started, to anyone or, with `tls`, to who proves himself.
+
+    Raises ConfigError when it cannot be had.
+    """
     _try_bind(host, port)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        if tls is not None:
+            return server.add_secure_port(address, tls.of_server())
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}; choose others with --host and --port") from error

@@ -167,11 +167,15 @@ class Cluster:
     def roles(self) -> list[RoleProcess]:
         return [*self.coordinators, *([self.store] if self.store else []), *self.prefill, *self.decode]
 
-    def start(self) -> None:
+    def make_roles(self) -> None:
+        """The processes that `start` starts; a test that starts them by itself calls this instead."""
         if self.with_store:
             self.store = self._store_role()
         self.prefill = [self._node("prefill-node", i, self.prefill_args) for i in range(self.num_prefill)]
         self.decode = [self._node("decode-node", i, self.decode_args) for i in range(self.num_decode)]
+
+    def start(self) -> None:
+        self.make_roles()
         for role in self.roles:
             role.start()
         for role in self.roles:
