@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 
 from kvrelay.types import Role
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.plan import Fault, Kind, Victim
+from tests.chaos.strikes import is_stopped, num_connections
 from tests.support.fault_proxy import FaultProxy
 
 SLOW_BYTES_PER_S = 2**20
@@ -22,12 +23,14 @@ LATE_S = 2.5  # after the recovery, in which a client may still hear of it: chan
 
 @dataclass(slots=True)
 class FaultRecord:
-    """Moments are of time.monotonic; `recovered_at` is when the victim served again."""
+    """Moments are of time.monotonic; `recovered_at` is when the victim served again. `struck` when the fault was seen
+    to concern something: a process that ended or stood still, or a link that somebody used."""
 
     fault: Fault
     began_at: float
     healed_at: float | None = None
     recovered_at: float | None = None
+    struck: bool = False
 
     def overlaps(self, start: float, end: float, late_s: float = 0.0) -> bool:
         return self.began_at <= end and (self.recovered_at is None or start <= self.recovered_at + late_s)
@@ -46,12 +49,12 @@ class Saboteur:
     def active(self) -> list[Fault]:
         return [record.fault for record in self.records if record.recovered_at is None]
 
-    def excuses(self, coordinator: int, start: float, end: float, accepted: bool) -> bool:
-        """Whether a request to this coordinator in this time may have failed honestly. One that was accepted outlives
+    def excuses(self, coordinator: int, ended_at: float, accepted: bool) -> bool:
+        """Whether a request to this coordinator may have failed honestly at this moment. One that was accepted outlives
         its coordinator's drain."""
         victim = Victim(Role.COORDINATOR, coordinator)
         return any(
-            record.overlaps(start, end, LATE_S)
+            record.overlaps(ended_at, ended_at, LATE_S)
             for record in self.records
             if record.fault.victim == victim
             and (record.fault.kind in _BREAKING or (record.fault.kind is Kind.TERMINATE and not accepted))
@@ -76,32 +79,38 @@ class Saboteur:
         fault, process = record.fault, self._cluster.processes[record.fault.victim]
         match fault.kind:
             case Kind.KILL:
-                process.signal(SIGKILL)
-                await self._exited(fault)
-                await self._start_again(fault)
+                await self._end(record, SIGKILL)
             case Kind.TERMINATE:
-                process.signal(SIGTERM)
-                await self._exited(fault)
-                await self._start_again(fault)
+                await self._end(record, SIGTERM)
             case Kind.STOP:
                 process.signal(SIGSTOP)
                 await asyncio.sleep(fault.lasts_s)
+                record.struck = is_stopped(process.pid)
                 process.signal(SIGCONT)
             case Kind.CUT:
-                await self._spoil(fault, lambda proxy: proxy.cut())
+                await self._spoil(record, lambda proxy: proxy.cut())
             case Kind.SILENCE:
-                await self._spoil(fault, lambda proxy: proxy.pause())
+                await self._spoil(record, lambda proxy: proxy.pause())
             case Kind.SLOW:
-                await self._spoil(fault, lambda proxy: proxy.throttle(SLOW_BYTES_PER_S))
+                await self._spoil(record, lambda proxy: proxy.throttle(SLOW_BYTES_PER_S))
         record.healed_at = time.monotonic()
         if not await self._cluster.wait_whole(fault.victim, RECOVERY_LIMIT_S):
             self._complain(f"{fault.victim.name} did not serve again within {RECOVERY_LIMIT_S:.0f} s", fault)
         record.recovered_at = time.monotonic()
 
-    async def _spoil(self, fault: Fault, spoil: Callable[[FaultProxy], None]) -> None:
-        proxy = self._cluster.proxies[fault.victim]
+    async def _end(self, record: FaultRecord, signal: Signals) -> None:
+        process = self._cluster.processes[record.fault.victim]
+        old = process.pid if process.running else None
+        process.signal(signal)
+        await self._exited(record.fault)
+        await self._start_again(record.fault)
+        record.struck = old is not None and process.running and process.pid != old
+
+    async def _spoil(self, record: FaultRecord, spoil: Callable[[FaultProxy], None]) -> None:
+        proxy = self._cluster.proxies[record.fault.victim]
+        record.struck = num_connections(proxy.port) > 0
         await asyncio.to_thread(spoil, proxy)
-        await asyncio.sleep(fault.lasts_s)
+        await asyncio.sleep(record.fault.lasts_s)
         await asyncio.to_thread(proxy.heal)
 
     async def _exited(self, fault: Fault) -> None:
