@@ -72,7 +72,7 @@ class ChaosRun:
             await asyncio.gather(*watching, return_exceptions=True)
         self._say(report.summary(self._cluster, load, saboteur.records, self._memory, self._stalls))
         self._collect(load)
-        for what in too_little([one.outcome for one in load.tries], faults, saboteur.records):
+        for what in too_little(load.tries, faults, saboteur.records):
             self._complain_now(what)
         await self._drain()
         self._show(saboteur, expected, faults)
