@@ -17,6 +17,7 @@ from tests.support.fault_proxy import FaultProxy
 SLOW_BYTES_PER_S = 2**20
 EXIT_LIMIT_S = 45.0  # of a process that was told to stop: its grace is 30 s
 RECOVERY_LIMIT_S = 60.0  # from the fault's end until the victim serves again; a start takes seconds on a busy machine
+USED_LIMIT_S = 15.0  # until a link that is to be spoilt has a connection; a store that failed is left alone for seconds
 POLL_S = 0.05
 LATE_S = 2.5  # after the recovery, in which a client may still hear of it: channels reconnect within a second
 
@@ -108,10 +109,18 @@ class Saboteur:
 
     async def _spoil(self, record: FaultRecord, spoil: Callable[[FaultProxy], None]) -> None:
         proxy = self._cluster.proxies[record.fault.victim]
-        record.struck = num_connections(proxy.port) > 0
+        record.struck = await self._is_used(proxy)
+        record.began_at = time.monotonic()
         await asyncio.to_thread(spoil, proxy)
         await asyncio.sleep(record.fault.lasts_s)
         await asyncio.to_thread(proxy.heal)
+
+    async def _is_used(self, proxy: FaultProxy) -> bool:
+        """Waits for that, since what was restarted lately is connected to again only when somebody needs it."""
+        deadline = time.monotonic() + USED_LIMIT_S
+        while not (used := num_connections(proxy.port) > 0) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return used
 
     async def _exited(self, fault: Fault) -> None:
         process = self._cluster.processes[fault.victim]
