@@ -88,9 +88,12 @@ class ChaosRun:
             computing = loop.run_in_executor(
                 pool, compute_expected, settings.model, shapes, settings.sizes.num_blocks, settings.sizes.eos_token_ids
             )
-            await self._cluster.open()
-            self._say(f"the cluster is up; computing {settings.num_shapes} answers to compare with")
-            expected = await computing
+            try:
+                await self._cluster.open()
+                self._say(f"the cluster is up; computing {settings.num_shapes} answers to compare with")
+                expected = await computing
+            finally:
+                computing.cancel()
         for victim in self._cluster.shape.victims:
             if not await self._cluster.wait_whole(victim, PROGRESS_S * 6):
                 self._complain_now(f"{victim.name} did not join")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import socket
@@ -40,11 +41,14 @@ BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ct
 
 
 def free_port() -> int:
-    """A port nobody listens on now, for a role that must come back on the same one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port nobody listens on now, for a role that must come back on the same one. It is none that the system gives to
+    outgoing connections: one of those might have it when the role starts."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(first_outgoing // 2, first_outgoing))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def sum_of_samples(text: str, name: str, labels: Mapping[str, str]) -> float:
