@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -14,14 +13,12 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
-from kvrelay.messages import NodeRequest
-from kvrelay.sampling import SamplingParams
-from kvrelay.types import RequestId, Role
+from kvrelay.types import Role
 from tests.support.answers import wait_until_quiet
-from tests.support.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.support.cluster import Cluster, RoleProcess, running
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_requests import expected, greedy, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -47,19 +44,6 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     shape = Cluster(model, directory, num_prefill=2, num_decode=2, num_blocks=128, with_store=False, busy_signal=True)
     with running(shape) as started:
         yield started
-
-
-def prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(len(SPECIAL_TOKENS), VOCAB_SIZE) for _ in range(num_tokens))
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-
-
-def expected(reference: ReferenceEngine, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    return tuple(reference.answer(NodeRequest(RequestId("reference"), prompt_ids, len(prompt_ids), greedy(max_tokens))))
 
 
 class Watched:
@@ -103,7 +87,7 @@ async def working(nodes: list[RoleProcess], client: AsyncClient, role: Role) -> 
 async def test_a_decode_node_whose_interpreter_is_busy_for_8_s_keeps_its_answers(
     cluster: Cluster, reference: ReferenceEngine
 ) -> None:
-    prompt_ids = prompt(100, 1)
+    prompt_ids = random_prompt(100, 1)
     async with AsyncClient(cluster.address) as client:
         watched = Watched()
         asked = asyncio.create_task(watched.read(client, prompt_ids, 900))
@@ -123,7 +107,7 @@ async def test_a_prefill_node_whose_interpreter_is_busy_for_8_s_keeps_its_prompt
     cluster: Cluster, reference: ReferenceEngine
 ) -> None:
     """All are busy from before the requests come, so that each must wait for one."""
-    prompts = [prompt(300, 10 + number) for number in range(4)]
+    prompts = [random_prompt(300, 10 + number) for number in range(4)]
     async with AsyncClient(cluster.address) as client:
         for node in cluster.prefill:
             node.signal(signal.SIGUSR1)
@@ -140,7 +124,7 @@ async def test_a_prefill_node_whose_interpreter_is_busy_for_8_s_keeps_its_prompt
 async def test_a_stopped_decode_node_is_found_by_its_broken_streams_and_the_answer_goes_on(
     cluster: Cluster, reference: ReferenceEngine
 ) -> None:
-    prompt_ids = prompt(100, 2)
+    prompt_ids = random_prompt(100, 2)
     async with AsyncClient(cluster.address) as client:
         watched = Watched()
         asked = asyncio.create_task(watched.read(client, prompt_ids, 900))
@@ -164,7 +148,7 @@ async def test_a_stopped_decode_node_is_found_by_its_broken_streams_and_the_answ
 async def test_a_stopped_prefill_node_is_found_and_its_prompt_computed_by_the_other(
     cluster: Cluster, reference: ReferenceEngine
 ) -> None:
-    prompt_ids = prompt(900, 3)
+    prompt_ids = random_prompt(900, 3)
     async with AsyncClient(cluster.address) as client:
         watched = Watched()
         for node in cluster.prefill:  # both, so that the prompt is at one of them for sure

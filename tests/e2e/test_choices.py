@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,15 +14,14 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.inference import ChoiceFinished, TokenPrompt, TokensGenerated
-from kvrelay.messages import NodeRequest
 from kvrelay.sampling import SamplingParams, fork_seed
-from kvrelay.types import FinishReason, RequestId
+from kvrelay.types import FinishReason
 from tests.support.answers import ANSWER_TIMEOUT_S, ask, wait_until_quiet
-from tests.support.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.support.choices import Choices, collect_choices
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_requests import expected, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -58,11 +56,6 @@ async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
         await wait_until_quiet(client, NUM_NODES)
 
 
-def prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(len(SPECIAL_TOKENS), VOCAB_SIZE) for _ in range(num_tokens))
-
-
 def drawing(max_tokens: int, **changes: object) -> SamplingParams:
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=SEED, max_tokens=max_tokens, ignore_eos=True)
     return replace(params, **changes)  # type: ignore[arg-type]
@@ -73,22 +66,22 @@ async def ask_for(client: AsyncClient, n: int, prompt_ids: tuple[int, ...], samp
     return await collect_choices(events)
 
 
-def expected(
+def expected_choice(
     reference: ReferenceEngine, prompt_ids: tuple[int, ...], sampling: SamplingParams, index: int
 ) -> tuple[int, ...]:
     alone = replace(sampling, seed=fork_seed(SEED, index))
-    return tuple(reference.answer(NodeRequest(RequestId("reference"), prompt_ids, len(prompt_ids), alone)))
+    return expected(reference, prompt_ids, alone)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 100, 320])
 async def test_each_answer_is_what_its_seed_alone_gives(
     cluster: Cluster, client: AsyncClient, reference: ReferenceEngine, num_tokens: int
 ) -> None:
-    prompt_ids, sampling = prompt(num_tokens, seed=num_tokens), drawing(24)
+    prompt_ids, sampling = random_prompt(num_tokens, seed=num_tokens), drawing(24)
     computed_before = cluster.prefill[0].metric(COMPUTED)
     outcome = await ask_for(client, 4, prompt_ids, sampling)
     answers = [outcome.token_ids(index) for index in range(4)]
-    assert answers == [expected(reference, prompt_ids, sampling, index) for index in range(4)]
+    assert answers == [expected_choice(reference, prompt_ids, sampling, index) for index in range(4)]
     assert len(set(answers)) == 4
     assert outcome.finished is not None
     assert (outcome.finished.usage.prompt_tokens, outcome.finished.usage.completion_tokens) == (num_tokens, 4 * 24)
@@ -100,17 +93,17 @@ async def test_each_answer_is_what_its_seed_alone_gives(
 
 
 async def test_greedy_answers_are_equal(client: AsyncClient, reference: ReferenceEngine) -> None:
-    prompt_ids, sampling = prompt(50, seed=1), drawing(16, temperature=0.0)
+    prompt_ids, sampling = random_prompt(50, seed=1), drawing(16, temperature=0.0)
     outcome = await ask_for(client, 3, prompt_ids, sampling)
-    assert {outcome.token_ids(index) for index in range(3)} == {expected(reference, prompt_ids, sampling, 0)}
+    assert {outcome.token_ids(index) for index in range(3)} == {expected_choice(reference, prompt_ids, sampling, 0)}
 
 
 async def test_stop_strings_and_log_probabilities_are_each_answers_own(
     client: AsyncClient, reference: ReferenceEngine
 ) -> None:
     """The stop string is one that only the second answer has: it ends that one and no other."""
-    prompt_ids = prompt(70, seed=2)
-    whole = [expected(reference, prompt_ids, drawing(32), index) for index in range(3)]
+    prompt_ids = random_prompt(70, seed=2)
+    whole = [expected_choice(reference, prompt_ids, drawing(32), index) for index in range(3)]
     texts = [await client.detokenize(ids) for ids in whole]
     stop = next(
         texts[1][start : start + 2]
@@ -134,7 +127,7 @@ async def test_stop_strings_and_log_probabilities_are_each_answers_own(
 
 
 async def test_a_client_that_leaves_after_one_answer_holds_nothing(client: AsyncClient) -> None:
-    async with aclosing(client.generate(TokenPrompt(prompt(200, seed=3)), drawing(300), n=6)) as events:
+    async with aclosing(client.generate(TokenPrompt(random_prompt(200, seed=3)), drawing(300), n=6)) as events:
         async for event in events:
             if isinstance(event, TokensGenerated | ChoiceFinished) and event.index > 0:
                 break
@@ -142,18 +135,18 @@ async def test_a_client_that_leaves_after_one_answer_holds_nothing(client: Async
 
 
 async def test_many_requests_for_several_on_a_small_pool(client: AsyncClient, reference: ReferenceEngine) -> None:
-    prompts = [prompt(120, seed=100 + number) for number in range(6)]
+    prompts = [random_prompt(120, seed=100 + number) for number in range(6)]
     outcomes = await asyncio.gather(*(ask_for(client, 4, prompt_ids, drawing(40)) for prompt_ids in prompts))
     for prompt_ids, outcome in zip(prompts, outcomes, strict=True):
         for index in range(4):
-            assert outcome.token_ids(index) == expected(reference, prompt_ids, drawing(40), index)
+            assert outcome.token_ids(index) == expected_choice(reference, prompt_ids, drawing(40), index)
 
 
 async def test_kill_9_of_a_decode_node_costs_every_answer_only_time(
     cluster: Cluster, client: AsyncClient, reference: ReferenceEngine
 ) -> None:
     """One of two dies when half of the answers have begun, which may be on either."""
-    prompts = [prompt(150, seed=200 + number) for number in range(4)]
+    prompts = [random_prompt(150, seed=200 + number) for number in range(4)]
     begun: set[tuple[int, int]] = set()
 
     async def one(number: int) -> Choices:
@@ -176,6 +169,6 @@ async def test_kill_9_of_a_decode_node_costs_every_answer_only_time(
     await asyncio.to_thread(cluster.decode[0].restart)
     for prompt_ids, outcome in zip(prompts, outcomes, strict=True):
         for index in range(3):
-            assert outcome.token_ids(index) == expected(reference, prompt_ids, drawing(120), index)
+            assert outcome.token_ids(index) == expected_choice(reference, prompt_ids, drawing(120), index)
             assert outcome.ends[index].completion_tokens == 120
     assert sum(outcome.finished.retries for outcome in outcomes if outcome.finished) >= 1

@@ -20,13 +20,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client import AsyncClient
 from kvrelay.errors import CancelledError, DeadlineError, UnavailableError
-from kvrelay.inference import RequestAccepted, TokenPrompt, TokensGenerated
+from kvrelay.inference import RequestAccepted, RequestFinished, TokenPrompt, TokensGenerated
 from kvrelay.rpc.channel import open_channel
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import FinishReason
 from tests.support.answers import ask, collect, wait_until_quiet
 from tests.support.cluster import Cluster, RoleProcess, free_port, running
 from tests.support.process_use import MIB, ProcessUse, use_of
+from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.reference import ReferenceEngine
 from tests.support.soak import FACTOR, TIMEOUT_S, scaled
 from tests.support.tiny_model import make_tiny_model
@@ -48,6 +49,7 @@ NUM_NODES = 2  # that compute
 # Plain PyTorch keeps a compiled kernel for every shape of a batch it has seen, up to a bound, which takes some hundred
 # MiB; the native decoder, which serves heads of 32, does not.
 FOR_THE_NATIVE_DECODER = {"head_dim": 32, "num_heads": 2, "num_kv_heads": 1}
+BROKEN_TOKENS = 600  # not over when its link breaks at the first of them
 FREED_WITHIN_S = 3.0  # some 50 ms on a machine that does nothing else; the lease is 10 s
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -269,7 +271,7 @@ async def test_the_thousandth_request_costs_what_the_first_hundreds_did(cluster:
 async def test_memory_does_not_grow_while_requests_come_and_a_decode_node_is_down(
     cluster: Cluster, client: AsyncClient, reference: ReferenceEngine
 ) -> None:
-    """grpc#25449, grpc#12383: retry loops that opened channel after channel."""
+    """grpc#25449, grpc#12383: channel after channel for a peer that is not there."""
     decode = cluster.decode[0]
     await asyncio.to_thread(decode.kill)
     before = uses(cluster)
@@ -282,6 +284,40 @@ async def test_memory_does_not_grow_while_requests_come_and_a_decode_node_is_dow
     async with asyncio.timeout(10.0):
         answer = await ask_until_served(client, prompt_ids, 8)
     assert answer.token_ids == expected(reference, prompt_ids, 8)
+
+
+async def test_memory_does_not_grow_with_retries(model: Path, reference: ReferenceEngine, tmp_path: Path) -> None:
+    """grpc#25449, grpc#12383: retry loops that opened channel after channel."""
+    shape = ProxiedCluster(model, tmp_path, num_decode=2, num_blocks=128, with_store=False)
+    with running(shape) as cluster:
+        async with AsyncClient(cluster.direct_addresses[0]) as client:
+            await wait_until_quiet(client, 3)
+            await answers_with_broken_links(cluster, client, reference, scaled(10))
+            before = uses(cluster)
+            num_retries = await answers_with_broken_links(cluster, client, reference, scaled(40))
+            assert_flat(before, uses(cluster), f"{num_retries} retries")
+        assert num_retries >= scaled(20)
+
+
+async def answers_with_broken_links(
+    cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine, count: int
+) -> int:
+    """Number of retries. The links from the coordinator to both decode nodes break once in each answer."""
+    prompt_ids, num_retries = random_prompt(40, 5950), 0
+    answer = expected(reference, prompt_ids, BROKEN_TOKENS)
+    for _ in range(count):
+        token_ids: list[int] = []
+        async with aclosing(client.generate(TokenPrompt(prompt_ids), greedy(BROKEN_TOKENS))) as events:
+            async for event in events:
+                if isinstance(event, TokensGenerated):
+                    if not token_ids:
+                        for node in cluster.decode:
+                            cluster.proxy(node).reset(cluster.coordinator.pid)
+                    token_ids += [token.token_id for token in event.tokens]
+                elif isinstance(event, RequestFinished):
+                    num_retries += event.retries
+        assert tuple(token_ids) == answer
+    return num_retries
 
 
 # Health

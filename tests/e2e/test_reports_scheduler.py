@@ -31,6 +31,7 @@ from tests.support.tiny_requests import (
     expected,
     greedy,
     random_prompt,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -140,8 +141,13 @@ async def test_a_request_that_needs_most_of_the_pool_hides_nobody_who_holds_bloc
     """vllm#57841, vllm#40968: nothing ran for half an hour, since the head of the queue waited for blocks that one
     behind it held. Here the head needs 50 of 64 blocks while the other loads 30 from the store."""
     stored = random_prompt(480, 9000)
+    assert cluster.store is not None
+    store = cluster.store
+    before = store.metric("kvrelay_store_blocks", tier="memory")
     await ask(client, stored, greedy(2))
-    await stored_blocks(cluster, client)
+    await wait_until(
+        lambda: store.metric("kvrelay_store_blocks", tier="memory") >= before + 30, 10.0, "all its blocks are stored"
+    )
     for number in range(3):  # evicts it from both pools
         await ask(client, random_prompt(880, 9100 + number), greedy(2))
     head = random_prompt(795, 9200)
@@ -153,16 +159,6 @@ async def test_a_request_that_needs_most_of_the_pool_hides_nobody_who_holds_bloc
     assert answers[1].token_ids == answers[3].token_ids == expected(reference, stored, 4)
     cached = answers[1].finished.usage.cached
     assert cached.memory + cached.disk >= 464, "it came from the store"
-
-
-async def stored_blocks(cluster: Cluster, client: AsyncClient) -> None:
-    """Waits until the nodes have offered what they have."""
-    assert cluster.store is not None
-    store, before = cluster.store, -1.0
-    async with asyncio.timeout(10.0):
-        while (now := await asyncio.to_thread(store.metric, "kvrelay_store_blocks")) != before or now == 0:
-            before = now
-            await asyncio.sleep(0.3)
 
 
 async def test_any_mixture_of_endings_leaves_room_for_a_request_of_nearly_the_whole_pool(
