@@ -61,6 +61,22 @@ async def test_an_unavailable_node_is_connected_anew_once_its_last_user_left() -
     await links.close()
 
 
+async def test_a_links_pace_is_kept_between_handoffs_and_forgotten_with_the_link() -> None:
+    links = DecodeLinks(512, Opened())
+    async with links.use("a") as first:
+        pace = first.turns.pace
+        pace.answered(pace.sent(512, 0.0), 0.0)
+        learnt = pace.bound_bytes
+    async with links.use("a") as again:
+        assert again.turns.pace.bound_bytes == learnt
+    with pytest.raises(UnavailableError):
+        async with links.use("a"):
+            raise UnavailableError("gone")
+    async with links.use("a") as anew:
+        assert anew.turns.pace.bound_bytes == learnt // 2
+    await links.close()
+
+
 async def test_a_refusal_keeps_the_connection() -> None:
     opened = Opened()
     links = DecodeLinks(512, opened)
