@@ -56,6 +56,7 @@ class SimulatedLink:
 
     def _carry(self, stream: Stream, num_blocks: int) -> None:
         stream.turn.sent(num_blocks, self.now)
+        assert self.turns.pace.in_flight_bytes <= self.turns.pace.bound_bytes
         num_bytes = num_blocks * self.turns.block_bytes
         self._idle_at = max(self._idle_at, self.now) + num_bytes / self.bytes_per_s
         self.num_bytes += num_bytes
