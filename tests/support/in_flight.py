@@ -181,10 +181,11 @@ class Flight:
         raise AssertionError(f"no request {stage.value} went to {self.victim.log_path.stem}")
 
     async def _launch_to_the_end(self) -> None:
+        """More at a time with every try: while one node has more to do than the other, few go there."""
         node, hold = self._hold_last_word()
-        for _ in range(MAX_TRIES):
-            pair = [self.launch(Stage.AT_END), self.launch(Stage.AT_END)]
-            if await _caught(hold, pair):
+        for number in range(MAX_TRIES):
+            answers = [self.launch(Stage.AT_END) for _ in range(2 * (number + 1))]
+            if await _caught(hold, answers):
                 self.held.append(HeldStream(hold, (node,)))
                 return
         raise AssertionError(f"no answer ended on {self.victim.log_path.stem}")
