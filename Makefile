@@ -10,8 +10,8 @@ TESTS ?= tests/unit tests/integration tests/e2e
 KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native up test test-gpu test-kernels lint fmt fmt-check type check proto config-table
-.PHONY: bench bench-engine bench-peers bench-gpu clean
+.PHONY: help venv native up test test-gpu test-kernels chaos lint fmt fmt-check type check proto config-table
+.PHONY: bench bench-engine bench-handoff bench-peers bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own o
 test-kernels: $(INSTALLED)  ## run the Triton kernels in its interpreter, without a GPU; installs triton (670 MB)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet triton
 	$(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+
+chaos: $(INSTALLED)  ## kill, stop, cut and slow a cluster under load; ARGS="--seconds 1800 --seed 7", or --help
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: $(INSTALLED)  ## find mistakes
 	$(BIN)/ruff check .
@@ -70,7 +73,10 @@ bench-gpu: $(INSTALLED)  ## measure a Llama-3.1-8B-shaped model on a GPU against
 bench-engine: $(INSTALLED)  ## measure the engine beside its peers on this CPU; ARGS="--quick" or "--help"
 	$(BIN)/python -m bench.engine $(ARGS)
 
-bench-peers:  ## make the peers' environments (5 GB); ARGS="openvino" for some of them
+bench-handoff: $(INSTALLED)  ## measure how KV moves between processes, and what that does to all else; ARGS="--quick"
+	$(BIN)/python -m bench.handoff $(ARGS)
+
+bench-peers:  ## make the peers' environments (5 GB); ARGS="mooncake" for some of them
 	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)
 
 clean:  ## remove what the other targets made; the downloaded model stays

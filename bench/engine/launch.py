@@ -1,4 +1,4 @@
-"""Runs one worker in a fresh process of its engine's own environment."""
+"""Runs workers in fresh processes, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,20 +58,40 @@ def busy_worker(engine: Engine, task: Task) -> Iterator[list[float]]:
         tokens_per_s.append(worker.read()["tokens_per_s"])
 
 
-class _Worker:
+class Worker:
+    """A process that is told what to do by its standard input and answers on its standard output, line by line."""
+
     def __init__(self, process: subprocess.Popen[str], complaints: IO[str], label: str) -> None:
         self._process = process
         self._complaints = complaints
         self._label = label
 
-    def read(self) -> dict[str, Any]:
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read_line(self) -> str:
         """Its next line. Raises WorkerFailedError if it ends, or is ended, without one."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise WorkerFailedError(f"{self._label} ended with {self._process.wait()}: {self._last_words()}")
-        fields: dict[str, Any] = json.loads(line)
+        return line
+
+    def read(self) -> dict[str, Any]:
+        """Its next line, which is JSON. Raises as `read_line`."""
+        fields: dict[str, Any] = json.loads(self.read_line())
         return fields
+
+    def ask(self, **fields: object) -> dict[str, Any]:
+        """Tells it one line and reads its answer. Raises WorkerFailedError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(fields) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: reading tells why
+        return self.read()
 
     def close_stdin(self) -> None:
         assert self._process.stdin is not None
@@ -83,28 +103,44 @@ class _Worker:
 
 
 @contextmanager
-def _worker(engine: Engine, task: Task) -> Iterator[_Worker]:
-    """Its process, ended with the block or after LIMIT_S."""
-    task = replace(task, spawned_at=time.monotonic())
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
-    environment = {**os.environ, **own, **engine.environment}
-    command: list[str | Path] = [engine.python, "-m", engine.worker, json.dumps(asdict(task))]
+def started(
+    label: str,
+    command: Sequence[str | Path],
+    environment: Mapping[str, str] | None = None,
+    *,
+    cpus: Iterable[int] = (),
+    pass_fds: Collection[int] = (),
+    limit_s: float = LIMIT_S,
+) -> Iterator[Worker]:
+    """A worker's process, ended with the block or after `limit_s`. `cpus` are the only ones it may use; none: any."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,
             text=True,
+            pass_fds=pass_fds,
         ) as process,
     ):
-        limit = threading.Timer(LIMIT_S, process.kill)
+        limit = threading.Timer(limit_s, process.kill)
         limit.start()
         try:
-            yield _Worker(process, complaints, engine.label)
+            if cpus:
+                os.sched_setaffinity(process.pid, cpus)  # long before it has threads, which inherit it
+            yield Worker(process, complaints, label)
         finally:
             limit.cancel()
             process.kill()
+
+
+@contextmanager
+def _worker(engine: Engine, task: Task) -> Iterator[Worker]:
+    task = replace(task, spawned_at=time.monotonic())
+    environment = {"OMP_NUM_THREADS": str(task.threads), **engine.environment}
+    command: list[str | Path] = [engine.python, "-m", engine.worker, json.dumps(asdict(task))]
+    with started(engine.label, command, environment) as worker:
+        yield worker

@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 def work(make: Callable[[Task], Engine], *distributions: str) -> None:
     """The whole life of a worker; `distributions` are the packages whose versions are told."""
-    report = _own_stdout()
+    report = own_stdout()
     task = task_from_json(json.loads(sys.argv[1]))
     if task.cpus:
         os.sched_setaffinity(0, task.cpus)
@@ -47,11 +47,11 @@ def work(make: Callable[[Task], Engine], *distributions: str) -> None:
     _run(engine, _prompts(draw, task, 1, 8), 1)
     ready_s = time.monotonic() - task.spawned_at
     if task.busy:
-        _say(report, {"ready_s": ready_s})
-        _say(report, {"tokens_per_s": _keep_busy(engine, task, draw)})
+        say(report, {"ready_s": ready_s})
+        say(report, {"tokens_per_s": _keep_busy(engine, task, draw)})
         return
     samples = {case.name: asdict(_measure(engine, task, case, draw)) for case in task.cases}
-    _say(
+    say(
         report,
         {
             "samples": samples,
@@ -95,14 +95,15 @@ def _keep_busy(engine: Engine, task: Task, draw: random.Random) -> float:
     return done / (time.perf_counter() - started)
 
 
-def _own_stdout() -> int:
-    """A descriptor of standard output for the report alone: what the engine's libraries print goes to stderr."""
+def own_stdout() -> int:
+    """A descriptor of standard output for the report alone: what libraries print goes to stderr."""
     report = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return report
 
 
-def _say(report: int, fields: dict[str, object]) -> None:
+def say(report: int, fields: dict[str, object]) -> None:
+    """One line of JSON for the driver."""
     os.write(report, json.dumps(fields).encode() + b"\n")
 
 

@@ -10,7 +10,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvrelay.errors import (
-    CancelledError,
     CorruptBlockError,
     DeadlineError,
     DuplicateRequestError,
@@ -22,6 +21,7 @@ from kvrelay.errors import (
 )
 from kvrelay.pb import types_pb2
 from kvrelay.rpc import convert_errors
+from kvrelay.rpc.credentials import MutualTLS
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 ERROR_KEY = "kvrelay-error-bin"  # trailing metadata: an Error message
@@ -49,7 +49,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[KVRelayError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
-    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.CANCELLED: UnavailableError,  # by a peer that shuts down; our own never come here
     grpc.StatusCode.DATA_LOSS: CorruptBlockError,
 }
 
@@ -62,9 +62,14 @@ C = TypeVar("C", bound=Cancellable)
 
 
 def open_channel(
-    address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, own_connection: bool = False
+    address: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    own_connection: bool = False,
+    tls: MutualTLS | None = None,
 ) -> grpc.aio.Channel:
-    """A lazy channel to host:port. Channels to one address share a TCP connection unless `own_connection`."""
+    """A lazy channel to host:port, plain without `tls`. Channels to one address share a TCP connection unless
+    `own_connection`."""
     options = [
         *KEEPALIVE_OPTIONS,
         *_RECONNECT_OPTIONS,
@@ -72,6 +77,8 @@ def open_channel(
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.use_local_subchannel_pool", int(own_connection)),
     ]
+    if tls is not None:
+        return grpc.aio.secure_channel(address, tls.of_channel(), options=options)
     return grpc.aio.insecure_channel(address, options=options)
 
 

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 import uvloop
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrelay import config as configuration
 from kvrelay import log, metrics
@@ -128,7 +128,7 @@ def _fail(role: Role, error: KVRelayError) -> int:
 
 async def _serve(make_app: MakeApp[C], config: C, role: Role, instance_id: InstanceId) -> None:
     registry = metrics.new_registry(role.value, instance_id, _version())
-    server = rpc_server.make_server(on_error=_error_counter(registry))
+    server = rpc_server.make_server(on_error=_error_counter(registry), on_open=_open_gauge(registry))
     with _signals() as signals:  # to the very end: a signal must not cut the closing short
         async with AsyncExitStack() as closing:
             app = make_app(config, instance_id, registry)
@@ -237,3 +237,8 @@ def _error_counter(registry: CollectorRegistry) -> rpc_server.OnError:
         "kvrelay_rpc_errors_total", "Calls served that ended with an error.", ["method", "code"], registry=registry
     )
     return lambda method, code: counter.labels(method.rpartition("/")[2], code).inc()
+
+
+def _open_gauge(registry: CollectorRegistry) -> rpc_server.OnOpen:
+    gauge = Gauge("kvrelay_rpc_calls_open", "Calls that are being served.", ["method"], registry=registry)
+    return lambda method, change: gauge.labels(method.rpartition("/")[2]).inc(change)

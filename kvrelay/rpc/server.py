@@ -15,8 +15,9 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
-from kvrelay.rpc import convert_errors, health
+from kvrelay.rpc import convert_errors, grpc_log, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from kvrelay.rpc.credentials import MutualTLS
 from kvrelay.rpc.raw import KV_TRANSFER
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,18 @@ MAX_ERROR_BYTES = 1_000
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 OnError = Callable[[str, str], None]  # method, error code
+OnOpen = Callable[[str, int], None]  # method, 1 when one of its calls begins and -1 when it is over
 
 
-def make_server(*, on_error: OnError | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one."""
+def make_server(
+    *,
+    on_error: OnError | None = None,
+    on_open: OnOpen | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Server:
+    """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one, `on_open`
+    those that handlers are at work on."""
+    grpc_log.calm()
     options = (
         *KEEPALIVE_OPTIONS,
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
@@ -39,7 +48,7 @@ def make_server(*, on_error: OnError | None = None, max_message_bytes: int = MAX
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     )
-    return grpc.aio.server(interceptors=(ErrorInterceptor(on_error or _ignore),), options=options)
+    return grpc.aio.server(interceptors=(ErrorInterceptor(on_error or _ignore, on_open or _ignore),), options=options)
 
 
 async def abort(context: Context, error: KVRelayError) -> Never:
@@ -50,11 +59,16 @@ async def abort(context: Context, error: KVRelayError) -> Never:
     raise AssertionError("abort returned")
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """The port the server will answer on once started. Raises ConfigError when it cannot be had."""
+def bind(server: grpc.aio.Server, host: str, port: int, tls: MutualTLS | None = None) -> int:
+    """The port the server will answer on once started, to anyone or, with `tls`, to who proves himself.
+
+    Raises ConfigError when it cannot be had.
+    """
     _try_bind(host, port)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        if tls is not None:
+            return server.add_secure_port(address, tls.of_server())
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}; choose others with --host and --port") from error
@@ -74,8 +88,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     grpc itself leaves a cancelled generator to the garbage collector.
     """
 
-    def __init__(self, on_error: OnError) -> None:
+    def __init__(self, on_error: OnError, on_open: OnOpen) -> None:
         self._on_error = on_error
+        self._on_open = on_open
         self._guarded: dict[str, tuple[Any, Any]] = {}  # handler found and handler made from it, by method
 
     async def intercept_service(
@@ -108,6 +123,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _mapping_errors(self, method: str, run: Behavior) -> Behavior:
         async def guarded(request: Any, context: Context) -> Any:
+            self._on_open(method, 1)
             try:
                 return await run(request, context)
             except grpc.aio.AbortError:
@@ -119,6 +135,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 logger.exception("%s failed", method)
                 self._on_error(method, KVRelayError.code)
                 await abort(context, KVRelayError(f"{method} failed; the server's log says why"))
+            finally:
+                self._on_open(method, -1)
 
         return guarded
 
@@ -148,7 +166,7 @@ def _writing(run: Behavior) -> Behavior:
     return write_all
 
 
-def _ignore(method: str, code: str) -> None:
+def _ignore(method: str, what: str | int) -> None:
     pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -106,6 +107,19 @@ async def test_each_error_comes_back_as_it_was_raised(error_class: type[KVRelayE
     assert counted == [error_class.code]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_is_counted_as_open_until_it_is_over(kind: str) -> None:
+    changes: list[int] = []
+    raising = Raising(NotFoundError("why"))
+    async with serving(raising.register, on_open=lambda method, change: changes.append(change)) as port:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(NotFoundError):
+                await call(channel, kind)
+        async with asyncio.timeout(5.0):
+            while changes != [1, -1]:
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("error_class", ERRORS)
 async def test_each_error_has_its_grpc_status(error_class: type[KVRelayError]) -> None:
     async with connected(Raising(error_class("why")).register) as channel:
@@ -194,7 +208,7 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", errors.OverloadedError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)", errors.InvalidRequestError),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", errors.DeadlineError),
-        (grpc.StatusCode.CANCELLED, "cancelled", errors.CancelledError),
+        (grpc.StatusCode.CANCELLED, "CANCELLED", errors.UnavailableError),
         (grpc.StatusCode.NOT_FOUND, "none", errors.NotFoundError),
         (grpc.StatusCode.INVALID_ARGUMENT, "bad", errors.InvalidRequestError),
         (grpc.StatusCode.ALREADY_EXISTS, "twice", errors.DuplicateRequestError),

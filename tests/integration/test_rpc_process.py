@@ -252,6 +252,7 @@ async def test_metrics_are_served_over_http() -> None:
 
         assert 'role="kvstore"' in text
         assert 'kvrelay_rpc_errors_total{code="invalid_request",method="Hold"} 1.0' in text
+        assert 'kvrelay_rpc_calls_open{method="Hold"} 0.0' in text
         assert await running.child.wait() == 0
 
 

@@ -168,11 +168,15 @@ class Cluster:
     def roles(self) -> list[RoleProcess]:
         return [*self.coordinators, *([self.store] if self.store else []), *self.prefill, *self.decode]
 
-    def start(self) -> None:
+    def make_roles(self) -> None:
+        """The processes that `start` starts; a test that starts them by itself calls this instead."""
         if self.with_store:
             self.store = self._store_role()
         self.prefill = [self._node("prefill-node", i, self.prefill_args) for i in range(self.num_prefill)]
         self.decode = [self._node("decode-node", i, self.decode_args) for i in range(self.num_decode)]
+
+    def start(self) -> None:
+        self.make_roles()
         for role in self.roles:
             role.start()
         for role in self.roles:
@@ -198,14 +202,14 @@ class Cluster:
     def _role(self, role: str, index: int, args: list[str]) -> RoleProcess:
         return RoleProcess(role, args, self.directory / f"{role}-{index}.log", busy_signal=self.busy_signal)
 
-    def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2]]
-        return self._role("coordinator", index, [*args, *self.coordinator_args])
-
     def _store_role(self) -> RoleProcess:
         path = self.directory / "store"
         args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.addresses)]
         return self._role("kvstore", 0, [*args, *self.store_args])
+
+    def _coordinator(self, index: int) -> RoleProcess:
+        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2]]
+        return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
         args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]

@@ -9,15 +9,18 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from kvrelay.rpc.channel import open_channel
-from kvrelay.rpc.server import OnError, bind, make_server
+from kvrelay.rpc.server import OnError, OnOpen, bind, make_server
 
 
 @asynccontextmanager
 async def serving(
-    *register: Callable[[grpc.aio.Server], None], port: int = 0, on_error: OnError | None = None
+    *register: Callable[[grpc.aio.Server], None],
+    port: int = 0,
+    on_error: OnError | None = None,
+    on_open: OnOpen | None = None,
 ) -> AsyncIterator[int]:
     """A started server, stopped on the way out; yields its port."""
-    server = make_server(on_error=on_error)
+    server = make_server(on_error=on_error, on_open=on_open)
     for add in register:
         add(server)
     bound = bind(server, "127.0.0.1", port)

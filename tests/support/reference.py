@@ -20,13 +20,19 @@ class ReferenceEngine:
 
     def answer(self, request: NodeRequest) -> list[int]:
         """`sampling.max_tokens` token ids, also past an end-of-sequence."""
+        return [token.token_id for token in self.generate(request)]
+
+    def generate(self, request: NodeRequest) -> list[GeneratedToken]:
+        """As `answer`, with what else a draw gives."""
         assert request.sampling.max_tokens is not None
         sequence = Sequence.create(request, chain_root("reference", "", b""), self._engine.info.layout.block_tokens)
         sequence.block_table = [BlockId(i) for i in range(self._num_blocks)]
+        tokens: list[GeneratedToken] = []
         for _ in range(request.sampling.max_tokens):
             count = sequence.num_uncomputed
             (token,) = self._engine.runner.run(Batch((ScheduledRow(sequence, count),)))
             assert isinstance(token, GeneratedToken)
             sequence.num_computed_tokens += count
             sequence.append(token.token_id)
-        return sequence.output_ids
+            tokens.append(token)
+        return tokens

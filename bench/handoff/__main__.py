@@ -1,0 +1,205 @@
+"""KV on its way from one node to another: how fast, at what cost, and what it does to all else: `make bench-handoff`.
+
+Everything is loopback between processes. Rows, by the names that --rows takes:
+
+  transfer          GB/s and CPU time from pool to pool, beside a raw socket and Mooncake's TCP engine
+  control           a unary call and a slow stream on the connection that carries a handoff; a decode loop beside it
+  receiver-process  that decode loop, with KV received in its own process and in another that writes into its pool
+  tail              what a handoff adds after a prompt's last chunk, and to the time to the first token
+  jitter            inter-token times of running answers while a long prompt's KV arrives
+
+In every round each is measured once, in fresh processes, before the next round begins, so that a drift of the machine
+meets all of them. A figure is the median over the rounds, with the least and the greatest. bench/README.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.engine import machine
+from bench.engine.launch import WorkerFailedError
+from bench.handoff import control, decode, jitter, tail, transfer
+from bench.handoff.plan import (
+    CONTROL,
+    JITTER,
+    MOONCAKE,
+    QUICK,
+    RECEIVER_PROCESS,
+    ROWS,
+    SENDER_NICENESS,
+    TAIL,
+    TRANSFER,
+    Effort,
+    Setting,
+)
+from bench.handoff.samples import Bar, Samples, bars_as_markdown
+from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
+from scripts.development_certificates import CertificatesError, make_certificates
+
+TITLES = {
+    TRANSFER: "From pool to pool",
+    CONTROL: "Small messages on the same connection",
+    decode.DECODE: "A decode loop while KV arrives",
+    TAIL: "What a handoff adds to a prompt",
+    JITTER: "Inter-token times while KV arrives",
+}
+
+
+@dataclass(slots=True)
+class Results:
+    """Grows from part to part."""
+
+    about: dict[str, Any]
+    samples: Samples = field(default_factory=Samples)
+    bars: list[Bar] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
+    cpus_busy_before: list[float] = field(default_factory=list)  # by others, before each part
+
+    def as_json(self) -> dict[str, Any]:
+        fields = {"not_run": self.not_run, "cpus_busy_before": self.cpus_busy_before}
+        return {**self.about, **fields, "samples": self.samples.as_json()}
+
+    def as_markdown(self) -> str:
+        sections = []
+        for table, title in TITLES.items():
+            if text := self.samples.as_markdown(table):
+                sections += [f"### {title}", text]
+        sections += ["### Bars", bars_as_markdown(self.bars, self.samples)]
+        if self.not_run:
+            sections += ["### Not run", "\n".join(f"- {what}: {why}" for what, why in self.not_run.items())]
+        return "\n\n".join(sections)
+
+
+Part = tuple[str, Callable[[Setting, Samples, int], None]]  # its name, and one round of it by its number
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # by exception: the workers end too
+    directory = cache_directory() / "bench"
+    output = options.json or directory / "results" / time.strftime("handoff-%Y%m%d-%H%M%S.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    results = Results({"machine": machine.describe()})
+    effort = QUICK if options.quick else Effort()
+    effort = replace(effort, num_rounds=options.repeat or effort.num_rounds)
+    with _certificates(results) as tls:
+        model = options.model or fetch()
+        setting = Setting(effort, model, directory, tls, tuple(sorted(os.sched_getaffinity(0))))
+        if TRANSFER in options.rows and not setting.mooncake.exists():
+            results.not_run[MOONCAKE] = f"there is no {setting.mooncake}; `make bench-peers ARGS=mooncake` makes it"
+        results.bars = _bars(options.rows, setting)
+        try:
+            _measure_all(_parts(options.rows), setting, options.wait_s, results, output)
+        finally:  # also what there is when it is ended early
+            print(_heading(setting, results) + "\n\n" + results.as_markdown())
+            say_to_stderr(f"every sample is in {output}")
+    return 0 if results.samples.values else 1
+
+
+def _measure_all(parts: list[Part], setting: Setting, wait_s: float, results: Results, output: Path) -> None:
+    for round_number in range(1, setting.effort.num_rounds + 1):
+        for name, measure in parts:
+            if name in results.not_run:  # it failed once
+                continue
+            results.cpus_busy_before.append(machine.wait_until_quiet(say_to_stderr, wait_s))
+            say_to_stderr(f"round {round_number}: {name}")
+            try:
+                measure(setting, results.samples, round_number)
+            except WorkerFailedError as error:
+                say_to_stderr(str(error))
+                results.not_run[name] = str(error).splitlines()[-1]
+            output.write_text(json.dumps(results.as_json(), indent=1))
+
+
+def _parts(rows: tuple[str, ...]) -> list[Part]:
+    """Of one round. The decode loop in one process is measured once, whichever of its two rows is wanted."""
+    parts: dict[str, tuple[Part, ...]] = {
+        TRANSFER: ((TRANSFER, lambda setting, samples, _: transfer.measure(setting, samples)),),
+        CONTROL: (
+            (CONTROL, lambda setting, samples, _: control.measure(setting, samples)),
+            _decode(decode.ONE_PROCESS),
+        ),
+        RECEIVER_PROCESS: (_decode(decode.ONE_PROCESS), _decode(decode.RECEIVER_PROCESS)),
+        TAIL: ((TAIL, tail.measure),),
+        JITTER: ((JITTER, jitter.measure),),
+    }
+    return list({part[0]: part for row in rows for part in parts[row]}.values())
+
+
+def _decode(mode: str) -> Part:
+    return f"decode, {mode}", lambda setting, samples, _: decode.measure(setting, samples, mode)
+
+
+def _bars(rows: tuple[str, ...], setting: Setting) -> list[Bar]:
+    bars = {
+        TRANSFER: transfer.bars(),
+        CONTROL: [*control.bars(), *decode.bars()],
+        RECEIVER_PROCESS: decode.bars(),
+        TAIL: tail.bars(setting),
+        JITTER: jitter.bars(),
+    }
+    return list(dict.fromkeys(bar for row in rows for bar in bars[row]))
+
+
+def _heading(setting: Setting, results: Results) -> str:
+    about = results.about["machine"]
+    cpus = f"CPU {', '.join(map(str, setting.other_cpus))}"
+    return (
+        f"KV between processes on {about['cpu']}, {about['cores']} cores, loopback; "
+        f"{setting.effort.num_rounds} rounds; {setting.model.name} where something decodes.\n"
+        f"In the decode loops the decoding thread has CPU {setting.engine_cpus[0]} and all else {cpus}, the sender at "
+        f"niceness {SENDER_NICENESS}.\nUnder jitter sender (likewise) and client have {cpus}, the node any."
+    )
+
+
+@contextmanager
+def _certificates(results: Results) -> Iterator[tuple[Path, Path, Path] | None]:
+    """Files that live as long as the block; None, with the reason among what is not run, where none can be made."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            files = make_certificates(Path(directory))
+        except CertificatesError as error:
+            results.not_run[transfer.KVRELAY_TLS] = str(error)
+            yield None
+            return
+        yield files.ca, files.certificate, files.key
+
+
+def _rows(text: str) -> tuple[str, ...]:
+    chosen = text.split(",")
+    unknown = [name for name in chosen if name not in ROWS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {','.join(ROWS)}")
+    return tuple(row for row in ROWS if row in chosen)
+
+
+def _options() -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--rows", type=_rows, default=ROWS, help=f"of {','.join(ROWS)} (default: all)")
+    parser.add_argument("--repeat", type=int, help=f"rounds (default: {Effort().num_rounds}; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="shows that all runs, measures little")
+    parser.add_argument("--wait-s", type=float, default=60.0, help="for quiet CPUs before each part, at most")
+    parser.add_argument("--model", type=Path, help="a GGUF file of a Llama (default: the demo model)")
+    parser.add_argument("--json", type=Path, help="where every sample goes (default: beside the peers)")
+    options = parser.parse_args()
+    if options.repeat is not None and options.repeat < 1:
+        parser.error("--repeat is at least 1")
+    if len(os.sched_getaffinity(0)) < 2:
+        parser.error("two processes are measured beside each other, and there is one core")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
