@@ -237,6 +237,7 @@ async def test_a_node_that_the_coordinator_does_not_hear_for_6_s_goes_on_with_it
 ) -> None:
     async with handoff(cluster, client, Stage.MID_STREAM) as held:
         before = {report.info.instance_id for report in (await client.status()).nodes}
+        num_open = cluster.coordinator.metric("kvrelay_circuits_open")  # earlier tests broke other links
         for node in (held.decode, held.prefill):
             cluster.proxy(cluster.coordinator).pause(node.pid)
         silent_until = time.monotonic() + SILENT_S
@@ -248,7 +249,7 @@ async def test_a_node_that_the_coordinator_does_not_hear_for_6_s_goes_on_with_it
         cluster.heal()
     await wait_until_quiet(client, NUM_NODES)
     assert {report.info.instance_id for report in (await client.status()).nodes} == before
-    assert cluster.coordinator.metric("kvrelay_circuits_open") == 0
+    assert cluster.coordinator.metric("kvrelay_circuits_open") <= num_open
     async with flight(cluster, held.decode, next(seeds) * 10) as under_way:
         await under_way.launch_held(Stage.BEFORE_COMMIT)
         under_way.release(of_victim=True)
