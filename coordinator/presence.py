@@ -26,7 +26,8 @@ class Presence:
         else:
             self._absent_since[role] = now
         for guard, wait in self._waits.items():
-            guard.reschedule(wait.deadline(self._absent_since))
+            if not guard.expired():  # its wait is being ended, and has not come to it yet
+                guard.reschedule(wait.deadline(self._absent_since))
 
     @asynccontextmanager
     async def needed(self, roles: Collection[Role], patience_s: float) -> AsyncIterator[None]:

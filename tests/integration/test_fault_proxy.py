@@ -197,7 +197,7 @@ class Receiver:
     async def receive(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         try:
             async for message in messages:
-                frame = decode(message, max_payload_bytes=len(SLAB))
+                (frame,) = decode(message, max_payload_bytes=len(SLAB))
                 try:
                     verify(frame)
                 except CorruptBlockError:

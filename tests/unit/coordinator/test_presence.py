@@ -66,3 +66,25 @@ async def test_a_deadline_of_ones_own_stays_one() -> None:
     with pytest.raises(TimeoutError):
         async with Presence().needed(BOTH, FOREVER_S), asyncio.timeout(0):
             await asyncio.Event().wait()
+
+
+async def test_news_of_a_role_may_come_while_a_wait_is_being_ended() -> None:
+    """Its time is over, and its task has not run again yet."""
+    presence = Presence()
+    presence.update(Role.DECODE_NODE, False, now())
+    ending = asyncio.Event()
+
+    async def wait_and_linger() -> None:
+        async with presence.needed(BOTH, 0.0):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await asyncio.sleep(0)
+
+    waiting = asyncio.create_task(wait_and_linger())
+    async with asyncio.timeout(10):
+        await ending.wait()
+    presence.update(Role.DECODE_NODE, True, now())
+    with pytest.raises(UnavailableError):
+        await waiting
