@@ -26,7 +26,7 @@ from kvrelay.types import InstanceId
 
 Party = tuple[InstanceId, ...]  # one node, or a prefill and a decode node
 
-# None of these tells of a broken peer: the request itself is wrong, or the peer is busy, leaving, or right to refuse.
+# None of these tells of a broken peer: the request itself is wrong, or the peer is busy or right to refuse.
 # Nor does a deadline: a peer whose interpreter is busy for seconds misses it, and keepalive finds one that is gone.
 _NO_FAULT = (
     InvalidRequestError,

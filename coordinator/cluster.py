@@ -80,7 +80,11 @@ class Cluster:
         self.circuits.succeeded(_party(members))
 
     def failed(self, error: KVRelayError, *members: Member) -> None:
-        """Counts `error` against this node, or the link between these two, if it is anyone's fault."""
+        """Counts `error` against this node, or the link between these two, if it is anyone's fault.
+
+        Not against one that is lost, or known to be leaving: it is not asked anyway."""
+        if not all(self.members.is_usable(member.info.instance_id) for member in members):
+            return
         if self.circuits.failed(_party(members), error, self._now()):
             names = " and ".join(f"{member.info.role.value} {member.info.address}" for member in members)
             what = f"the link between {names}" if len(members) > 1 else names
@@ -146,9 +150,11 @@ class Cluster:
             self._timer = asyncio.get_running_loop().call_at(expiry, self._expire)
 
     def _expire(self) -> None:
-        for member in self.members.expire(self._now()):
-            self._lose(member, "was silent for too long")
-        self._set_timer()
+        try:
+            for member in self.members.expire(self._now()):
+                self._lose(member, "was silent for too long")
+        finally:
+            self._set_timer()
 
     def _lose(self, member: Member, why: str) -> None:
         logger.warning("%s %s %s", member.info.role.value, member.info.address, why)
@@ -158,7 +164,8 @@ class Cluster:
         if member.info.role in self._caches:
             self._caches[member.info.role].forget(member.info.instance_id)
         for guard in list(self._guards.get(member.info.instance_id, ())):
-            guard.reschedule(self._now())
+            if not guard.expired():  # it was lost before, and the work has not come to its end yet
+                guard.reschedule(self._now())
         self._change()
 
     @staticmethod
