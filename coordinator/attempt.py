@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from coordinator.circuits import failed_between
 from coordinator.cluster import Cluster
+from coordinator.ending import end_all
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
 from coordinator.placement import Limits, Placement, prefill_candidates
@@ -85,7 +86,7 @@ class Attempt:
             await decode
             await asyncio.wait({prefill}, timeout=ACCOUNTS_WAIT_S)
         finally:
-            await _end(decode, prefill)
+            await end_all((decode, prefill), "an attempt")
 
     async def _decode(self, placement: Placement) -> None:
         """Reads the answer's tokens until it is complete."""
@@ -241,14 +242,3 @@ def _target(placement: Placement, attempt: int) -> HandoffTarget:
     return HandoffTarget(
         placement.address, granted.instance_id, granted.reservation_id, attempt, granted.num_cached_blocks
     )
-
-
-async def _end(*tasks: asyncio.Task[object]) -> None:
-    """Cancels what still runs and waits for it, so that nothing of an attempt outlives it."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, KVRelayError):
-            logger.error("an attempt ended by a fault of ours", exc_info=error)
