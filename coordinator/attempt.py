@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from coordinator.circuits import failed_between
 from coordinator.cluster import Cluster
@@ -91,7 +92,8 @@ class Attempt:
     async def _decode(self, placement: Placement) -> None:
         """Reads the answer's tokens until it is complete."""
         try:
-            await self._read_answer(placement)
+            with self._cluster.trying(placement.decode):
+                await self._read_answer(placement)
         except KVRelayError as error:
             self._cluster.failed(error, placement.decode)
             raise
@@ -138,7 +140,12 @@ class Attempt:
         while True:
             noted = account.cached, account.prefill_node
             hashes = self._state.hashes()
-            member = self._next_prefill_node(hashes, decode_node, busy)
+            try:
+                member = self._next_prefill_node(hashes, decode_node, busy)
+            except KVRelayError:
+                if num_failures and await self._is_settled(decode):
+                    return None
+                raise
             number += 1
             try:
                 return await self._prefill_on(member, hashes, placement, number)
@@ -148,7 +155,7 @@ class Attempt:
                 account.cached, account.prefill_node = noted
                 return None
             except KVRelayError as error:
-                if decode is not None and await self._is_settled(decode):
+                if await self._is_settled(decode):
                     return None
                 self._blame(error, member, decode_node)
                 num_failures += 1
@@ -163,9 +170,11 @@ class Attempt:
         self._cluster.failed(error, *parties)
         self._state.avoid.add(tuple(member.info.instance_id for member in parties))
 
-    async def _is_settled(self, decode: asyncio.Task[None]) -> bool:
+    async def _is_settled(self, decode: asyncio.Task[None] | None) -> bool:
         """Whether the decode node's stream says how the attempt goes on. A dead decode node is often seen by the
         prefill node a moment earlier."""
+        if decode is None:
+            return False
         if not self._state.has_begun:
             await asyncio.wait({decode}, timeout=VERDICT_WAIT_S)
         return decode.done() or self._state.has_begun
@@ -174,12 +183,14 @@ class Attempt:
         self, member: Member, hashes: list[BlockHash], placement: Placement | None, number: int
     ) -> PrefillFinished:
         """`number` counts the attempts to fill one reservation."""
+        self._cluster.assigned(member, hashes)
+        link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
+        with self._cluster.trying(member), link:
+            return await self._read_prefill(member, placement, number)
+
+    async def _read_prefill(self, member: Member, placement: Placement | None, number: int) -> PrefillFinished:
         target = _target(placement, number) if placement else None
         client, limit_s = self._cluster.nodes.prefill(member.info.address), self._limits.request_timeout_s
-        self._cluster.assigned(member, hashes)
-        self._cluster.trying(member)
-        if placement is not None:
-            self._cluster.trying(member, placement.decode)
         async with (
             self._cluster.while_member(member),
             client.prefill(self._state.node_request(), target, timeout_s=limit_s) as events,

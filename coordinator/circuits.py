@@ -44,6 +44,11 @@ def is_fault(error: KVRelayError) -> bool:
     return not isinstance(error, _NO_FAULT)
 
 
+def answers(error: KVRelayError) -> bool:
+    """Whether what gave `error` is in order as far as that shows: busy, say. What missed a deadline may not be."""
+    return not is_fault(error) and not isinstance(error, DeadlineError)
+
+
 def failed_between(error: KVRelayError) -> bool:
     """Whether a prefill node's `error` tells of the way to the decode node, and not of itself."""
     return isinstance(error, HandoffFailedError | CorruptBlockError)
@@ -65,6 +70,12 @@ class Circuits:
         circuit = self._circuits.get(party)
         if circuit is not None:
             circuit.allows(now)
+
+    def withdraw(self, party: Party, now: float) -> None:
+        """The request ended before it showed how the party does: if it was the trial, the next one tries."""
+        circuit = self._circuits.get(party)
+        if circuit is not None:
+            circuit.withdraw(now)
 
     def succeeded(self, party: Party) -> None:
         self._circuits.pop(party, None)

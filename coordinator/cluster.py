@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
-from coordinator.circuits import Circuits, Party
+from coordinator.circuits import Circuits, Party, answers
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.presence import Presence
@@ -72,9 +72,24 @@ class Cluster:
         member.num_assigned += 1
         self._caches[member.info.role].record(member.info.instance_id, hashes)
 
-    def trying(self, *members: Member) -> None:
-        """A request goes to this node, or by the link between these two."""
+    @contextmanager
+    def trying(self, *members: Member) -> Iterator[None]:
+        """A request goes to this node, or by the link between these two. One that is cancelled in the body, or refused
+        by a node in order, leaves it to the next one to show whether a failure is over."""
         self.circuits.trying(_party(members), self._now())
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.withdraw(*members)
+            raise
+        except KVRelayError as error:
+            if answers(error):
+                self.withdraw(*members)
+            raise
+
+    def withdraw(self, *members: Member) -> None:
+        """A request tried there and ended before it showed how they do."""
+        self.circuits.withdraw(_party(members), self._now())
 
     def succeeded(self, *members: Member) -> None:
         self.circuits.succeeded(_party(members))

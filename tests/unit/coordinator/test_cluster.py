@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -11,7 +12,7 @@ from coordinator.cluster import Cluster
 from coordinator.members import Member, Members
 from coordinator.nodes import Nodes
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import AlreadyCommittedError, DeadlineError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.types import InstanceId, Role
 from tests.support.fake_nodes import MODEL
 
@@ -123,6 +124,33 @@ async def test_a_node_that_joins_again_keeps_its_failures() -> None:
     usable(cluster, "node")
     cluster.failed(UnavailableError("out of order"), member)
     assert cluster.circuits.num_open == 1
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_left_to_the_next"),
+    [
+        (OverloadedError("busy"), True),
+        (asyncio.CancelledError(), True),
+        (AlreadyCommittedError("it was here before"), True),
+        (DeadlineError("no answer within 2 s"), False),
+        (None, False),
+    ],
+)
+async def test_a_trial_that_showed_nothing_is_left_to_the_next_request(
+    outcome: BaseException | None, is_left_to_the_next: bool
+) -> None:
+    cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
+    member = usable(cluster, "node")
+    for _ in range(2):
+        cluster.failed(UnavailableError("out of order"), member)
+    assert cluster.suspects([member])
+    await until(lambda: not cluster.suspects([member]))
+    with suppress(KVRelayError, asyncio.CancelledError), cluster.trying(member):
+        assert cluster.suspects([member])
+        if outcome is not None:
+            raise outcome
+    assert bool(cluster.suspects([member])) != is_left_to_the_next
     cluster.close()
 
 
