@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import random
 import time
+from collections import abc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import torch
@@ -21,7 +21,7 @@ from bench.handoff.transfers import Meter
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.cache import DTYPES, PagedKVCache
-from kvrelay.kv.hashing import chain_root
+from kvrelay.kv.hashing import Buffer, chain_root
 from kvrelay.messages import HandoffTarget, NodeRequest, ReservationGranted
 from kvrelay.rpc import raw
 from kvrelay.rpc.nodes import DecodeClient
@@ -54,8 +54,6 @@ class Replay:
         self._cache = PagedKVCache(info.layout, num_blocks)
         # A node that decodes meanwhile must meet no NaN in a block that it is given later.
         self._cache.tensor[:] = torch.randn(info.layout.slab_shape).mul(0.1).to(DTYPES[info.dtype])
-        # A look at the blocks' own memory where the cache gives it, a copy where it does not.
-        self._look = getattr(self._cache, "view_slabs", self._cache.read_slab)
         self.num_bytes = 0  # that have left, of all handoffs
         self.left = asyncio.Event()  # set when some do
         self._draw = random.Random(time.time_ns())
@@ -81,10 +79,10 @@ class Replay:
                 meter.stop(report.num_bytes)
         return report
 
-    def _read(self, blocks: Any) -> Any:
-        self.num_bytes += self._info.layout.slab_bytes * (1 if isinstance(blocks, int) else len(blocks))
+    def _read(self, block_ids: abc.Sequence[BlockId]) -> list[Buffer]:
+        self.num_bytes += self._info.layout.slab_bytes * len(block_ids)
         self.left.set()
-        return self._look(blocks)
+        return self._cache.view_slabs(block_ids)
 
     @asynccontextmanager
     async def _reserved(self) -> AsyncIterator[tuple[Sequence, HandoffTarget]]:
