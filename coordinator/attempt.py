@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from coordinator.circuits import failed_between
 from coordinator.cluster import Cluster
+from coordinator.ending import end_all
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
 from coordinator.placement import Limits, Placement, prefill_candidates
@@ -85,12 +87,13 @@ class Attempt:
             await decode
             await asyncio.wait({prefill}, timeout=ACCOUNTS_WAIT_S)
         finally:
-            await _end(decode, prefill)
+            await end_all((decode, prefill), "an attempt")
 
     async def _decode(self, placement: Placement) -> None:
         """Reads the answer's tokens until it is complete."""
         try:
-            await self._read_answer(placement)
+            with self._cluster.trying(placement.decode):
+                await self._read_answer(placement)
         except KVRelayError as error:
             self._cluster.failed(error, placement.decode)
             raise
@@ -137,7 +140,12 @@ class Attempt:
         while True:
             noted = account.cached, account.prefill_node
             hashes = self._state.hashes()
-            member = self._next_prefill_node(hashes, decode_node, busy)
+            try:
+                member = self._next_prefill_node(hashes, decode_node, busy)
+            except KVRelayError:
+                if num_failures and await self._is_settled(decode):
+                    return None
+                raise
             number += 1
             try:
                 return await self._prefill_on(member, hashes, placement, number)
@@ -147,7 +155,7 @@ class Attempt:
                 account.cached, account.prefill_node = noted
                 return None
             except KVRelayError as error:
-                if decode is not None and await self._is_settled(decode):
+                if await self._is_settled(decode):
                     return None
                 self._blame(error, member, decode_node)
                 num_failures += 1
@@ -162,9 +170,11 @@ class Attempt:
         self._cluster.failed(error, *parties)
         self._state.avoid.add(tuple(member.info.instance_id for member in parties))
 
-    async def _is_settled(self, decode: asyncio.Task[None]) -> bool:
+    async def _is_settled(self, decode: asyncio.Task[None] | None) -> bool:
         """Whether the decode node's stream says how the attempt goes on. A dead decode node is often seen by the
         prefill node a moment earlier."""
+        if decode is None:
+            return False
         if not self._state.has_begun:
             await asyncio.wait({decode}, timeout=VERDICT_WAIT_S)
         return decode.done() or self._state.has_begun
@@ -173,12 +183,14 @@ class Attempt:
         self, member: Member, hashes: list[BlockHash], placement: Placement | None, number: int
     ) -> PrefillFinished:
         """`number` counts the attempts to fill one reservation."""
+        self._cluster.assigned(member, hashes)
+        link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
+        with self._cluster.trying(member), link:
+            return await self._read_prefill(member, placement, number)
+
+    async def _read_prefill(self, member: Member, placement: Placement | None, number: int) -> PrefillFinished:
         target = _target(placement, number) if placement else None
         client, limit_s = self._cluster.nodes.prefill(member.info.address), self._limits.request_timeout_s
-        self._cluster.assigned(member, hashes)
-        self._cluster.trying(member)
-        if placement is not None:
-            self._cluster.trying(member, placement.decode)
         async with (
             self._cluster.while_member(member),
             client.prefill(self._state.node_request(), target, timeout_s=limit_s) as events,
@@ -241,14 +253,3 @@ def _target(placement: Placement, attempt: int) -> HandoffTarget:
     return HandoffTarget(
         placement.address, granted.instance_id, granted.reservation_id, attempt, granted.num_cached_blocks
     )
-
-
-async def _end(*tasks: asyncio.Task[object]) -> None:
-    """Cancels what still runs and waits for it, so that nothing of an attempt outlives it."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, KVRelayError):
-            logger.error("an attempt ended by a fault of ours", exc_info=error)

@@ -8,17 +8,14 @@ its own when a node is lost, which a fork of the first one's reservation could n
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from coordinator.admission import Admission
+from coordinator.ending import end_all
 from coordinator.flow import Flow
 from coordinator.lifetime import Edge, Stage
-from kvrelay.errors import KVRelayError
 from kvrelay.inference import RequestFinished
-
-logger = logging.getLogger(__name__)
 
 OnFinished = Callable[[int, RequestFinished], None]  # index and account of an answer that is complete
 
@@ -74,7 +71,7 @@ class Choices:
                     task.result()  # raises what it failed with
             return account_of([task.result() for task in tasks])
         finally:
-            await _end(tasks)
+            await end_all(tasks, "an answer")
 
     async def _run(self, index: int) -> RequestFinished:
         try:
@@ -116,19 +113,3 @@ def _is_open(flow: Flow) -> bool:
 
 def _has_failed(task: asyncio.Task[RequestFinished]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-async def _end(tasks: Sequence[asyncio.Task[RequestFinished]]) -> None:
-    """Cancels what still runs and waits for it. A second cancel, by a deadline say, does not cut that short: an answer
-    may be waiting for a grant that is on its way, to give it back."""
-    for task in tasks:
-        task.cancel()
-    while not all(task.done() for task in tasks):
-        try:
-            await asyncio.wait(tasks)
-        except asyncio.CancelledError:
-            continue  # the first one is on its way up already
-    for task in tasks:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, KVRelayError):
-            logger.error("an answer ended by a fault of ours", exc_info=error)

@@ -26,7 +26,7 @@ from kvrelay.types import InstanceId
 
 Party = tuple[InstanceId, ...]  # one node, or a prefill and a decode node
 
-# None of these tells of a broken peer: the request itself is wrong, or the peer is busy, leaving, or right to refuse.
+# None of these tells of a broken peer: the request itself is wrong, or the peer is busy or right to refuse.
 # Nor does a deadline: a peer whose interpreter is busy for seconds misses it, and keepalive finds one that is gone.
 _NO_FAULT = (
     InvalidRequestError,
@@ -42,6 +42,11 @@ _NO_FAULT = (
 def is_fault(error: KVRelayError) -> bool:
     """Whether `error` counts against whoever gave it."""
     return not isinstance(error, _NO_FAULT)
+
+
+def answers(error: KVRelayError) -> bool:
+    """Whether what gave `error` is in order as far as that shows: busy, say. What missed a deadline may not be."""
+    return not is_fault(error) and not isinstance(error, DeadlineError)
 
 
 def failed_between(error: KVRelayError) -> bool:
@@ -65,6 +70,12 @@ class Circuits:
         circuit = self._circuits.get(party)
         if circuit is not None:
             circuit.allows(now)
+
+    def withdraw(self, party: Party, now: float) -> None:
+        """The request ended before it showed how the party does: if it was the trial, the next one tries."""
+        circuit = self._circuits.get(party)
+        if circuit is not None:
+            circuit.withdraw(now)
 
     def succeeded(self, party: Party) -> None:
         self._circuits.pop(party, None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
-from coordinator.circuits import Circuits, Party
+from coordinator.circuits import Circuits, Party, answers
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.presence import Presence
@@ -72,15 +72,34 @@ class Cluster:
         member.num_assigned += 1
         self._caches[member.info.role].record(member.info.instance_id, hashes)
 
-    def trying(self, *members: Member) -> None:
-        """A request goes to this node, or by the link between these two."""
+    @contextmanager
+    def trying(self, *members: Member) -> Iterator[None]:
+        """A request goes to this node, or by the link between these two. One that is cancelled in the body, or refused
+        by a node in order, leaves it to the next one to show whether a failure is over."""
         self.circuits.trying(_party(members), self._now())
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.withdraw(*members)
+            raise
+        except KVRelayError as error:
+            if answers(error):
+                self.withdraw(*members)
+            raise
+
+    def withdraw(self, *members: Member) -> None:
+        """A request tried there and ended before it showed how they do."""
+        self.circuits.withdraw(_party(members), self._now())
 
     def succeeded(self, *members: Member) -> None:
         self.circuits.succeeded(_party(members))
 
     def failed(self, error: KVRelayError, *members: Member) -> None:
-        """Counts `error` against this node, or the link between these two, if it is anyone's fault."""
+        """Counts `error` against this node, or the link between these two, if it is anyone's fault.
+
+        Not against one that is lost, or known to be leaving: it is not asked anyway."""
+        if not all(self.members.is_usable(member.info.instance_id) for member in members):
+            return
         if self.circuits.failed(_party(members), error, self._now()):
             names = " and ".join(f"{member.info.role.value} {member.info.address}" for member in members)
             what = f"the link between {names}" if len(members) > 1 else names
@@ -146,9 +165,11 @@ class Cluster:
             self._timer = asyncio.get_running_loop().call_at(expiry, self._expire)
 
     def _expire(self) -> None:
-        for member in self.members.expire(self._now()):
-            self._lose(member, "was silent for too long")
-        self._set_timer()
+        try:
+            for member in self.members.expire(self._now()):
+                self._lose(member, "was silent for too long")
+        finally:
+            self._set_timer()
 
     def _lose(self, member: Member, why: str) -> None:
         logger.warning("%s %s %s", member.info.role.value, member.info.address, why)
@@ -158,7 +179,8 @@ class Cluster:
         if member.info.role in self._caches:
             self._caches[member.info.role].forget(member.info.instance_id)
         for guard in list(self._guards.get(member.info.instance_id, ())):
-            guard.reschedule(self._now())
+            if not guard.expired():  # it was lost before, and the work has not come to its end yet
+                guard.reschedule(self._now())
         self._change()
 
     @staticmethod

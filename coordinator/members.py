@@ -94,6 +94,11 @@ class Members:
         """Members of a role that are ready and not draining."""
         return [member for member in self._of(role) if member.usable]
 
+    def is_usable(self, instance_id: InstanceId) -> bool:
+        """Whether this process is a member, ready and not draining."""
+        member = self._members.get(instance_id)
+        return member is not None and member.usable
+
     def largest_pool(self, role: Role) -> int:
         """Blocks of the largest pool of a role, ready or not; 0 when none is known."""
         return max((member.status.blocks.total for member in self._of(role)), default=0)

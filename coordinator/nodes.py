@@ -45,7 +45,7 @@ class Nodes:
             raise
 
     def release(self, address: str, reservation_id: ReservationId) -> None:
-        """Gives a reservation back in the background; the lease covers a node that cannot be reached."""
+        """Gives a reservation back in the background; the lease covers a node that cannot be reached or is lost."""
         self._run(self._release(address, reservation_id))
 
     def forget(self, address: str) -> None:
@@ -80,7 +80,10 @@ class Nodes:
         await self._release(address, granted.reservation_id)
 
     async def _release(self, address: str, reservation_id: ReservationId) -> None:
+        channel = self._channels.get(address)
+        if channel is None:
+            return  # forgotten meanwhile: a new channel to it would never be closed
         try:
-            await asyncio.wait_for(self.decode(address).release(reservation_id), RELEASE_TIMEOUT_S)
+            await asyncio.wait_for(DecodeClient(channel).release(reservation_id), RELEASE_TIMEOUT_S)
         except (KVRelayError, TimeoutError) as error:
             logger.info("reservation %s on %s was left to its lease: %s", reservation_id, address, error)

@@ -11,9 +11,12 @@ from kvrelay.inference import GenerateEvent, RequestFailed, RequestFinished, Tok
 from kvrelay.sampling import GeneratedToken
 
 
+MAX_EVENT_TOKENS = 1_000  # some 240 KiB with 20 log-probabilities each; a client's gRPC takes 4 MiB unless told
+
+
 @dataclass(slots=True)
 class _Unsent:
-    """Of one answer, what came since its last event was taken."""
+    """Of one answer, what came since its last event was taken or full."""
 
     index: int
     tokens: list[GeneratedToken] = field(default_factory=list)
@@ -28,7 +31,8 @@ class _Unsent:
 
 
 class Outbox:
-    """One producer, one consumer. A slow client gets its tokens in larger events: at most one an answer waits."""
+    """One producer, one consumer. A slow client gets its tokens in larger events: of one answer only the last that
+    waits has fewer than MAX_EVENT_TOKENS."""
 
     def __init__(self) -> None:
         self._entries: deque[GenerateEvent | _Unsent] = deque()
@@ -55,7 +59,7 @@ class Outbox:
 
     def _add(self, event: TokensGenerated) -> None:
         unsent = self._unsent.get(event.index)
-        if unsent is None:
+        if unsent is None or len(unsent.tokens) >= MAX_EVENT_TOKENS:
             unsent = self._unsent[event.index] = _Unsent(event.index)
             self._entries.append(unsent)
         unsent.add(event)
@@ -64,5 +68,6 @@ class Outbox:
         entry = self._entries.popleft()
         if not isinstance(entry, _Unsent):
             return entry
-        del self._unsent[entry.index]
+        if self._unsent[entry.index] is entry:
+            del self._unsent[entry.index]
         return entry.event()

@@ -139,15 +139,16 @@ class Placer:
                 self._cluster.assigned(member, hashes)
                 return True, Placement(member, granted, is_tail)
             self._cluster.nodes.release(member.info.address, granted.reservation_id)
+            self._cluster.withdraw(member)
         return False, None
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""
         address, request = member.info.address, self._state.node_request()
         try:
-            self._cluster.trying(member)
-            async with self._cluster.while_member(member):
-                return await self._cluster.nodes.reserve(address, request, self._state.num_positions)
+            with self._cluster.trying(member):
+                async with self._cluster.while_member(member):
+                    return await self._cluster.nodes.reserve(address, request, self._state.num_positions)
         except OverloadedError:
             return None
         except KVRelayError as error:

@@ -31,6 +31,7 @@ from prefill_node.engine import Admitted, Computed
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffReport, HandoffSender
+from prefill_node.turns import Turns
 
 STALL_S = 30.0
 RESERVE_TIMEOUT_S = 30.0
@@ -45,6 +46,7 @@ class Replay:
 
     def __init__(self, channel: grpc.aio.Channel, address: str, info: ModelInfo, num_blocks: int) -> None:
         self._channel = channel
+        self._turns = Turns(info.layout.slab_bytes)  # the channel's
         self._client = DecodeClient(channel)
         self._address = address
         self._info = info
@@ -63,7 +65,9 @@ class Replay:
             progress = Progress()
             progress.take(Admitted(JOB, tuple(map(BlockId, range(self._num_blocks))), 0), time.monotonic())
             call = raw.stream_stream(self._channel, raw.KV_TRANSFER, "Receive")()
-            sender = HandoffSender(call, target, self._info, sequence, progress, self._read, stall_s=STALL_S)
+            sender = HandoffSender(
+                call, self._turns, target, self._info, sequence, progress, self._read, stall_s=STALL_S
+            )
             if meter is not None:
                 meter.start()
             computing = asyncio.create_task(self._compute(progress, sequence.num_tokens, bytes_per_s))

@@ -41,6 +41,12 @@ class Circuit:
         self._on_trial = True
         return True
 
+    def withdraw(self, now: float) -> None:
+        """A call ended without an outcome: if it was the trial, the next one to ask may make it."""
+        if self._on_trial:
+            self._on_trial = False
+            self._next_trial_at = now
+
     def succeeded(self) -> None:
         self._num_failures = 0
         self._open_s = 0.0

@@ -23,4 +23,5 @@ def _without_departures(record: logging.LogRecord) -> bool:
         record.levelno, record.levelname = logging.INFO, "INFO"
         record.msg, record.args = "a peer went away before it got a call's status: %s", (record.getMessage(),)
         record.exc_info = None
+        return _LOGGER.isEnabledFor(logging.INFO)  # which was asked for the level that it had
     return True

@@ -54,7 +54,10 @@ class Readiness:
         """Also while closing; `reason` says why only a restart helps."""
         if alive != self.alive:
             self.alive = alive
-            logger.log(*((logging.INFO, "alive again") if alive else (logging.ERROR, f"not alive: {reason}")))
+            if alive:
+                logger.info("alive again")
+            else:
+                logger.error("not alive: %s", reason)
             self._wake()
 
     def _change(self, ready: bool, reason: str) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
 
-from kvrelay.errors import BadLogitsError, CorruptBlockError, HandoffFailedError, KVRelayError, UnavailableError
+from kvrelay.errors import (
+    BadLogitsError,
+    CorruptBlockError,
+    HandoffFailedError,
+    KVRelayError,
+    OverloadedError,
+    UnavailableError,
+)
 from kvrelay.types import InstanceId
-from tests.support.coordinator_ends import Ends, ends, greedy
-from tests.support.fake_nodes import ANSWER_IDS, FakePrefillNode
+from tests.support.coordinator_ends import TIMEOUT_S, Ends, ends, greedy
+from tests.support.fake_nodes import ANSWER_IDS, FakeDecodeNode, FakePrefillNode
 
 OPEN = "kvrelay_circuits_open"
 CUT = HandoffFailedError("decode node 10.0.0.1:7420: no progress on the KV stream for 10 s")
@@ -74,6 +82,49 @@ async def test_a_decode_node_that_fails_is_passed_over() -> None:
         assert cluster.metric(OPEN) == 1
 
 
+@pytest.mark.parametrize("stage", ["reserve", "granted", "decode", "token"])
+async def test_a_trial_whose_client_leaves_is_the_next_requests(stage: str) -> None:
+    async with ends(num_decode=2) as cluster:
+        node = await on_trial(cluster)
+        node.at[stage].hold()
+        reached = node.reached[stage]
+        asked = asyncio.create_task(cluster.ask())
+        await node.until_reached(stage, reached + 1)
+        asked.cancel()
+        await asyncio.wait([asked])
+        node.at[stage].let_go()
+        await cluster.check_idle()
+        await check_is_tried(cluster, node)
+
+
+async def test_a_trial_that_is_refused_as_busy_is_the_next_requests() -> None:
+    async with ends(num_decode=2) as cluster:
+        node = await on_trial(cluster)
+        node.at["reserve"].failures = [OverloadedError("full")]
+        assert await answers(cluster, 1) == [0]
+        await check_is_tried(cluster, node)
+
+
+async def on_trial(cluster: Ends) -> FakeDecodeNode:
+    """A decode node that failed twice, and which the next request tries."""
+    node = cluster.decode[0]
+    node.at["decode"].failures = [UnavailableError("out of order")] * 2
+    await answers(cluster, 2)
+    members = [one for one in cluster.app._cluster.members.all() if one.info.address == node.address]
+    assert cluster.app._cluster.suspects(members)
+    async with asyncio.timeout(TIMEOUT_S):
+        while cluster.app._cluster.suspects(members):
+            await asyncio.sleep(0.01)
+    return node
+
+
+async def check_is_tried(cluster: Ends, node: FakeDecodeNode) -> None:
+    num_before = len(node.requests)
+    assert await answers(cluster, 1) == [0]
+    assert len(node.requests) == num_before + 1
+    assert cluster.metric(OPEN) == 0
+
+
 async def test_one_transient_error_condemns_nobody() -> None:
     async with ends(num_prefill=2) as cluster:
         first = cluster.prefill[0]
@@ -102,13 +153,20 @@ async def test_answers_that_are_bad_by_themselves_count_against_no_node() -> Non
 
 
 async def test_a_new_process_at_the_same_address_starts_with_a_clean_name() -> None:
+    """Two requests run on the old one when it is replaced: what they hear then counts against nobody."""
     async with ends(num_decode=2) as cluster:
-        cluster.decode[0].at["decode"].failures = [UnavailableError("out of order")] * 2
-        await answers(cluster, 2)
-        assert cluster.metric(OPEN) == 1
-        port = int(cluster.decode[0].address.rpartition(":")[2])
-        await cluster.decode[0].stop()
+        cluster.decode[0].at["token"].hold()
+        cluster.decode[1].ready = False
+        cluster.decode[1].tell()
+        await cluster.until_status(lambda status: sum(node.status.ready for node in status.nodes) == 2)
+        running = [asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=5))) for _ in range(2)]
+        await cluster.decode[0].until_reached("token", 2)
+        cluster.decode[1].ready = True
+        cluster.decode[1].tell()
         cluster.decode[0].instance_id = InstanceId("decode-1-again")
-        await cluster.decode[0].start(cluster.address, port=port)
-        await cluster.until_status(lambda status: sum(node.status.ready for node in status.nodes) == 3)
+        await cluster.decode[0].join_again()
+        for asked in running:
+            assert (await asked).token_ids == ANSWER_IDS[:5]
+        assert len(cluster.decode[1].requests) == 2
         assert cluster.metric(OPEN) == 0
+        cluster.decode[0].at["token"].let_go()

@@ -9,11 +9,12 @@ import pytest
 
 from kvrelay.errors import (
     KVRelayError,
+    OverloadedError,
     UnavailableError,
 )
 from kvrelay.inference import Usage
 from kvrelay.types import CachedTokens
-from tests.support.coordinator_ends import ends, greedy
+from tests.support.coordinator_ends import TIMEOUT_S, ends, greedy
 from tests.support.fake_nodes import ANSWER_IDS
 
 
@@ -89,6 +90,33 @@ async def test_a_retry_that_finds_the_kv_there_already_is_done() -> None:
         assert outcome.finished.usage == Usage(100, 45, CachedTokens(device=80))
         assert outcome.finished.prefill_node == cluster.prefill[0].address
         assert cluster.metric("kvrelay_retries_total", kind="decode") == 0
+
+
+async def test_a_retry_that_finds_no_free_node_waits_for_what_the_first_one_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The KV is committed, though the first node's word of that was lost: the reservation must not be given up."""
+    async with ends(num_prefill=2) as cluster:
+        first, second = cluster.prefill
+        first.at["committed"].failures = [UnavailableError("the KV stream broke")]
+        second.at["start"].failures = [OverloadedError("another one was faster")]
+        second.at["start"].hold()
+        cluster.decode[0].at["token"].hold()
+        asked = asyncio.create_task(cluster.ask())
+        await second.until_reached("start")
+        first.ready = False
+        first.tell()
+        await cluster.until_status(lambda status: sum(node.status.ready for node in status.nodes) == 2)
+        monkeypatch.setattr("coordinator.attempt.VERDICT_WAIT_S", TIMEOUT_S)
+        second.at["start"].let_go()
+        await second.until(lambda: second.idle)
+        for _ in range(5):  # so that the coordinator has heard of it
+            await cluster.client.status()
+        cluster.decode[0].at["token"].let_go()
+        outcome = await asked
+        assert outcome.token_ids == ANSWER_IDS
+        assert len(cluster.decode[0].requests) == 1
+        assert len(second.requests) == 1
 
 
 async def test_two_failed_prefills_cast_doubt_on_the_decode_node() -> None:

@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -242,8 +243,11 @@ class Cluster:
         return self._role(role, index, [*args, *extra])
 
 
+AnyCluster = TypeVar("AnyCluster", bound=Cluster)
+
+
 @contextlib.contextmanager
-def running(cluster: Cluster) -> Iterator[Cluster]:
+def running(cluster: AnyCluster) -> Iterator[AnyCluster]:
     """Starts the cluster, and at the end drains it and demands a clean exit of all that still run."""
     try:
         cluster.start()

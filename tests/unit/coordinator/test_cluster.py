@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -10,13 +12,25 @@ from coordinator.cluster import Cluster
 from coordinator.members import Member, Members
 from coordinator.nodes import Nodes
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import AlreadyCommittedError, DeadlineError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.types import InstanceId, Role
 from tests.support.fake_nodes import MODEL
 
 
 def info(instance_id: str, address: str = "10.0.0.1:7420") -> NodeInfo:
     return NodeInfo(Role.DECODE_NODE, InstanceId(instance_id), address, MODEL)
+
+
+def usable(cluster: Cluster, instance_id: str, address: str = "10.0.0.1:7420") -> Member:
+    member = cluster.join(info(instance_id, address))
+    cluster.update(member, NodeStatus(ready=True))
+    return member
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def wait_on(cluster: Cluster, member: Member) -> None:
@@ -47,6 +61,96 @@ async def test_work_on_a_node_ends_when_it_was_silent_for_too_long() -> None:
         with pytest.raises(UnavailableError, match="is lost"):
             await wait_on(cluster, member)
     assert cluster.members.all() == []
+    cluster.close()
+
+
+async def test_a_node_lost_twice_ends_its_work_once_and_others_are_still_found_silent() -> None:
+    """The work is slow to end, as when the event loop was blocked: the node came back and went again meanwhile."""
+    cluster, may_end = Cluster(Members(timeout_s=0.1), Nodes(), lambda: None), asyncio.Event()
+
+    async def work(member: Member) -> None:
+        async with cluster.while_member(member):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await may_end.wait()
+
+    works = asyncio.create_task(work(cluster.join(info("node"))))
+    await until(lambda: cluster.members.all() == [])
+    cluster.join(info("node"))
+    cluster.join(info("other", "10.0.0.2:7420")).last_seen += 0.1
+    await until(lambda: cluster.members.all() == [])
+    may_end.set()
+    with pytest.raises(UnavailableError, match="is lost"):
+        await works
+    cluster.close()
+
+
+async def test_what_fails_because_its_node_is_lost_opens_no_circuit() -> None:
+    cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
+    member = usable(cluster, "old")
+    works = [asyncio.create_task(wait_on(cluster, member)) for _ in range(2)]
+    await asyncio.sleep(0)
+    cluster.join(info("new"))
+    for error in await asyncio.gather(*works, return_exceptions=True):
+        assert isinstance(error, UnavailableError)
+        cluster.failed(error, member)
+    assert cluster.circuits.num_open == 0
+    cluster.close()
+
+
+@pytest.mark.parametrize("leave", ["drains", "disconnects"])
+async def test_a_leaving_nodes_failures_do_not_count(leave: str) -> None:
+    cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
+    member, other = usable(cluster, "node"), usable(cluster, "other", "10.0.0.2:7420")
+    if leave == "drains":
+        cluster.update(member, NodeStatus(ready=True, draining=True))
+    else:
+        cluster.disconnect(member)
+    for party in ((member,), (other, member)):
+        for _ in range(2):
+            cluster.failed(UnavailableError("the node is draining"), *party)
+    assert cluster.circuits.num_open == 0
+    for _ in range(2):
+        cluster.failed(UnavailableError("out of order"), other)
+    assert cluster.circuits.num_open == 1
+    cluster.close()
+
+
+async def test_a_node_that_joins_again_keeps_its_failures() -> None:
+    cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
+    member = usable(cluster, "node")
+    cluster.failed(UnavailableError("out of order"), member)
+    usable(cluster, "node")
+    cluster.failed(UnavailableError("out of order"), member)
+    assert cluster.circuits.num_open == 1
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_left_to_the_next"),
+    [
+        (OverloadedError("busy"), True),
+        (asyncio.CancelledError(), True),
+        (AlreadyCommittedError("it was here before"), True),
+        (DeadlineError("no answer within 2 s"), False),
+        (None, False),
+    ],
+)
+async def test_a_trial_that_showed_nothing_is_left_to_the_next_request(
+    outcome: BaseException | None, is_left_to_the_next: bool
+) -> None:
+    cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
+    member = usable(cluster, "node")
+    for _ in range(2):
+        cluster.failed(UnavailableError("out of order"), member)
+    assert cluster.suspects([member])
+    await until(lambda: not cluster.suspects([member]))
+    with suppress(KVRelayError, asyncio.CancelledError), cluster.trying(member):
+        assert cluster.suspects([member])
+        if outcome is not None:
+            raise outcome
+    assert bool(cluster.suspects([member])) != is_left_to_the_next
     cluster.close()
 
 

@@ -1,4 +1,4 @@
-"""What waits for a slow client: at most one event of tokens an answer, and everything in its answer's order."""
+"""What waits for a slow client: few events of tokens an answer, none too large, and all in their answer's order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvrelay.inference import (
     RequestFailed,
     TokensGenerated,
 )
-from kvrelay.sampling import GeneratedToken
+from kvrelay.rpc.convert_inference import generate_event_to_pb
+from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import FinishReason, RequestId
 
 ACCEPTED = RequestAccepted(RequestId("r"), 1, 7, 9)
@@ -76,6 +77,20 @@ async def test_a_client_that_reads_nothing_costs_one_entry_an_answer() -> None:
     outbox.put(FAILED)
     events = await drained(outbox)
     assert len(events) == 5
+
+
+async def test_no_event_of_a_long_answer_that_nobody_read_is_too_large_for_a_client() -> None:
+    """gRPC's default limit is 4 MiB; events are to stay below 1 MiB."""
+    outbox, logprob = Outbox(), TokenLogprob(49_151, -12.345678)
+    token = GeneratedToken(49_151, StepLogprobs(logprob, (logprob,) * 20))
+    for _ in range(20_000):
+        outbox.put(TokensGenerated((token,), "word ", 0))
+    outbox.put(FAILED)
+    *events, failed = await drained(outbox)
+    assert failed == FAILED
+    assert len(events) == 20
+    assert max(generate_event_to_pb(event).ByteSize() for event in events) < 2**20
+    assert sum(len(event.tokens) for event in events if isinstance(event, TokensGenerated)) == 20_000
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.booleans()), max_size=60))

@@ -42,6 +42,19 @@ def test_a_trial_that_never_reports_is_given_up() -> None:
     assert circuit.allows(now=2.0)
 
 
+def test_a_trial_without_an_outcome_is_the_next_ones_to_make() -> None:
+    circuit = Circuit(threshold=1, first_open_s=1.0)
+    circuit.failed(now=0.0)
+    circuit.withdraw(now=0.1)  # a call that was under way when it opened is no trial
+    assert circuit.blocks(now=0.9)
+    assert circuit.allows(now=1.0)
+    circuit.withdraw(now=1.2)
+    assert circuit.is_open
+    assert circuit.allows(now=1.2)
+    circuit.failed(now=1.3)
+    assert circuit.blocks(now=3.2)
+
+
 def test_failures_of_calls_that_were_under_way_say_nothing_new() -> None:
     circuit = Circuit(threshold=1, first_open_s=1.0)
     assert circuit.failed(now=0.0)

@@ -32,6 +32,14 @@ def test_a_status_that_came_too_late_is_a_line_without_traceback(caplog: pytest.
     )
 
 
+def test_where_lines_at_info_are_not_wanted_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    caplog.handler.setLevel(logging.DEBUG)  # as kvrelay's: the loggers decide
+    grpc_log.calm()
+    log(cygrpc.ExecuteBatchError("execute_batch", 1))
+    assert caplog.records == []
+
+
 def test_any_other_error_of_grpc_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     grpc_log.calm()
     log(ValueError("why"))
