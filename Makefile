@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 TESTS ?= tests/unit tests/integration tests/e2e
+NOTHING_COLLECTED := 5  # pytest's exit code
 KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
 .DEFAULT_GOAL := help
@@ -29,9 +30,10 @@ native:  ## build the native decoder alone
 up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other shapes
 	@exec $(BIN)/kvrelay up $(ARGS)
 
-test: $(INSTALLED)  ## run every test that needs no GPU, quick ones first; TESTS=tests/unit for some
+test: $(INSTALLED)  ## run every test that needs no GPU, two files at a time; TESTS=tests/unit for some
 	@$(BIN)/kvrelay fetch-model
-	$(BIN)/python -m pytest -m "not gpu" $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not alone" -n 2 --dist loadfile $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
+	$(BIN)/python -m pytest -m "not gpu and alone" $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own on it
 	@$(BIN)/kvrelay fetch-model

@@ -10,8 +10,8 @@ import grpc
 
 from decode_node.node import DecodeNode
 from decode_node.receiver import Receiver
-from kvrelay.errors import KVRelayError, NotFoundError, UnavailableError
-from kvrelay.messages import DecodeFinished
+from kvrelay.errors import DeadlineError, KVRelayError, NotFoundError, UnavailableError
+from kvrelay.messages import DecodeFinished, ReservationGranted
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_limits
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
@@ -33,11 +33,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveReply:
         node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
-        return convert_decode.reservation_granted_to_pb(await self._loaded().reserve(node_request, num_tokens))
+        granted = await self._loaded().reserve(node_request, num_tokens)
+        return self._reply(granted, context)
 
     async def Fork(self, request: decode_pb2.ForkRequest, context: Context) -> decode_pb2.ReserveReply:
         reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
-        return convert_decode.reservation_granted_to_pb(await self._loaded().fork(reservation_id, request.index))
+        granted = await self._loaded().fork(reservation_id, request.index)
+        return self._reply(granted, context)
+
+    def _reply(self, granted: ReservationGranted, context: Context) -> decode_pb2.ReserveReply:
+        """A caller that waits no longer, since this process was busy for too long, has gone elsewhere and will not
+        release what it never heard of: without this the blocks would stand idle for a whole lease."""
+        if context.time_remaining() == 0.0 or context.cancelled():
+            error = DeadlineError(f"reservation {granted.reservation_id} came too late for its caller")
+            self._loaded().end(granted.reservation_id, error)
+            raise error
+        return convert_decode.reservation_granted_to_pb(granted)
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewReply:
         reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)

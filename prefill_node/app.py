@@ -72,7 +72,7 @@ class PrefillApp:
         return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, self._config.block_tokens)
 
     def _make_jobs(self, loaded: LoadedEngine, store: StoreClient | None) -> PrefillJobs:
-        links = DecodeLinks()
+        links = DecodeLinks(loaded.info.layout.slab_bytes)
         self.host.on_close(links.close)
         return PrefillJobs(
             self.host.engine,

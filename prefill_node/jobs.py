@@ -187,10 +187,10 @@ class PrefillJobs:
         return PrefillFinished(token, cached, progress.finished_at - started, report.handoff_s, report.num_bytes)
 
     async def _hand_off(self, sequence: Sequence, target: HandoffTarget, progress: Progress) -> HandoffReport:
-        async with self._links.use(target.address) as channel:
-            call = raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()
+        async with self._links.use(target.address) as link:
+            call = raw.stream_stream(link.channel, raw.KV_TRANSFER, "Receive")()
             sender = HandoffSender(
-                *(call, target, self._model, sequence, progress, self._kv.view_slabs),
+                *(call, link.turns, target, self._model, sequence, progress, self._kv.view_slabs),
                 stall_s=self._stall_s,
                 clock=self._clock,
             )

@@ -1,4 +1,7 @@
-"""Connections to decode nodes, kept between handoffs: a new one costs two round trips and a slow start."""
+"""Connections to decode nodes, kept between handoffs: a new one costs two round trips and a slow start.
+
+What the handoffs on one connection have on the way is bounded together, by the pace of the link.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import grpc
 
 from kvrelay.errors import UnavailableError
 from kvrelay.rpc.channel import open_channel
+from prefill_node.turns import Turns
 
 MAX_IDLE_LINKS = 32  # decode nodes come and go under new addresses; those not seen for longest are let go
 
@@ -21,8 +25,11 @@ def open_own(address: str) -> grpc.aio.Channel:
 
 
 @dataclass(slots=True, eq=False)
-class _Link:
+class Link:
+    """The connection to one decode node. Its users take turns; what is known of its pace ends with it."""
+
     channel: grpc.aio.Channel
+    turns: Turns
     num_users: int = 0
     retired: bool = False  # takes no new user; closed by its last one
 
@@ -30,19 +37,26 @@ class _Link:
 class DecodeLinks:
     """One channel for each decode node in use. Belongs to the event loop."""
 
-    def __init__(self, open_link: Callable[[str], grpc.aio.Channel] = open_own, max_idle: int = MAX_IDLE_LINKS) -> None:
+    def __init__(
+        self,
+        slab_bytes: int,
+        open_link: Callable[[str], grpc.aio.Channel] = open_own,
+        max_idle: int = MAX_IDLE_LINKS,
+    ) -> None:
+        """`slab_bytes` is of the node's layout."""
+        self._slab_bytes = slab_bytes
         self._open_link = open_link
         self._max_idle = max_idle
-        self._links: dict[str, _Link] = {}  # least recently taken first
+        self._links: dict[str, Link] = {}  # least recently taken first
 
     @asynccontextmanager
-    async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """The node's channel. One that turns out unavailable serves no later handoff: the next connects anew."""
-        link = self._links.pop(address, None) or _Link(self._open_link(address))
+    async def use(self, address: str) -> AsyncIterator[Link]:
+        """The node's link. One that turns out unavailable serves no later handoff: the next connects anew."""
+        link = self._links.pop(address, None) or Link(self._open_link(address), Turns(self._slab_bytes))
         self._links[address] = link
         link.num_users += 1
         try:
-            yield link.channel
+            yield link
         except UnavailableError:
             self._retire(address, link)
             raise
@@ -55,12 +69,12 @@ class DecodeLinks:
         links, self._links = self._links, {}
         await asyncio.gather(*(link.channel.close() for link in links.values()))
 
-    def _retire(self, address: str, link: _Link) -> None:
+    def _retire(self, address: str, link: Link) -> None:
         link.retired = True
         if self._links.get(address) is link:
             del self._links[address]
 
-    async def _close_idle(self, link: _Link) -> None:
+    async def _close_idle(self, link: Link) -> None:
         if link.retired and link.num_users == 0:
             await link.channel.close()
         idle = [(address, other) for address, other in self._links.items() if other.num_users == 0]

@@ -1,9 +1,12 @@
 """Streams one prompt's KV to the decode node that reserved blocks for it, while later chunks still compute.
 
 BEGIN, then every block from the first one wanted as soon as its KV is final, the partial last one as TAIL, then END
-with the first token. A message takes what is final when it is made, up to about 1 MiB, and waits for no more. At most
-WINDOW messages are on the way unanswered: that bounds memory, whatever the receiver's pace, and keeps pings on the same
-connection short. Slabs are looked at just before they are written, never sooner.
+with the first token. A message takes what is final when it is made, up to about 1 MiB, and waits for no more of it; it
+leaves when the link's other handoffs and its pace let it, which bounds memory and keeps pings on the same connection
+short, whatever the receiver's and the link's speed. Slabs are looked at just before they are written, never sooner.
+
+END goes alone, right behind the last blocks, and takes no turn: its answer waits for the decode engine's next step, and
+must neither hold the link's room for so long nor pass for the link's speed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,8 +38,6 @@ from kvrelay.kv.frame import (
     block_frame,
     control_frame,
     encode,
-    fit,
-    frames_per_message,
     tail_frame,
 )
 from kvrelay.kv.hashing import Buffer, ChecksumChain
@@ -45,8 +47,7 @@ from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import cancelling
 from kvrelay.types import BlockId
 from prefill_node.progress import Progress
-
-WINDOW = 2  # messages on the way; a third gains no throughput and costs latency to everyone on the connection
+from prefill_node.turns import Turn, Turns
 
 ReceiveCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -64,12 +65,19 @@ class HandoffReport:
 NO_HANDOFF = HandoffReport(0.0, 0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    num_sent: int  # blocks up to and with the message
+    took_turn: bool  # it has blocks
+
+
 class HandoffSender:
     """One handoff over one KVTransfer/Receive call. Raises what ended it, named after the decode node."""
 
     def __init__(
         self,
         call: ReceiveCall,
+        turns: Turns,
         target: HandoffTarget,
         model: ModelInfo,
         sequence: Sequence,
@@ -79,11 +87,13 @@ class HandoffSender:
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`progress` is the job's, admitted, and told times of `clock`. `view_slabs` is `PagedKVCache`'s.
+        """`turns` are of the call's connection, which may serve other handoffs. `progress` is the job's, admitted, and
+        told times of `clock`. `view_slabs` is `PagedKVCache`'s.
 
         `stall_s` bounds how long the decode node may leave a message unanswered, from the first one on.
         """
         self._call = call
+        self._turn = Turn(turns, progress.notify)
         self._target = target
         self._model = model
         self._num_tokens = sequence.num_tokens
@@ -95,9 +105,8 @@ class HandoffSender:
         self._chain = ChecksumChain()
         self._num_sent = 0  # blocks, as the next two
         self._num_blocks = model.layout.blocks_for(sequence.num_tokens) - target.first_block
-        self._most_blocks = frames_per_message(model.layout.slab_bytes)  # of one message
         self._num_bytes = 0
-        self._unanswered: deque[int] = deque()  # a message each: blocks sent up to and with it
+        self._unanswered: deque[_Unanswered] = deque()
         self._answer_due = asyncio.timeout(None)
         self._end_written = False
         self._committed = False
@@ -106,8 +115,9 @@ class HandoffSender:
         """Returns once the decode node has committed. The call is over when this ends, however it ends."""
         started = self._clock()
         try:
-            async with self._answer_due, cancelling(self._call):
-                await self._send()
+            with closing(self._turn):
+                async with self._answer_due, cancelling(self._call):
+                    await self._send()
         except TimeoutError:
             raise self._stalled() from None
         ended = self._clock()
@@ -122,9 +132,13 @@ class HandoffSender:
             # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves
             # before BEGIN was answered: refusals come there, and are heard.
             await self._wait(reader, lambda: not self._unanswered)
-            while not self._end_written:
-                await self._wait(reader, lambda: len(self._unanswered) < WINDOW and self._has_frames)
-                await self._write(reader, self._message())
+            while self._num_sent < self._num_blocks:
+                await self._wait(reader, lambda: self._num_due() > 0)
+                await self._write_blocks(reader)
+            await self._wait(reader, lambda: self._progress.first_token is not None)
+            self._end_written = True
+            end = convert_decode.handoff_end_to_bytes(self._end())
+            await self._write(reader, encode(control_frame(FrameKind.END, end)))
             await self._wait(reader, lambda: self._committed)
         finally:
             reader.cancel()
@@ -141,30 +155,20 @@ class HandoffSender:
         )
         return num_blocks - self._target.first_block
 
-    @property
-    def _may_end(self) -> bool:
-        return self._num_sent == self._num_blocks and self._progress.first_token is not None
+    def _num_due(self) -> int:
+        """Blocks that are to leave now, as one message. With blocks to send this takes a place in the link's line."""
+        num_waiting = self._num_final - self._num_sent
+        return self._turn.num_blocks(num_waiting) if num_waiting > 0 else 0
 
-    @property
-    def _has_frames(self) -> bool:
-        return self._num_final > self._num_sent or self._may_end
+    async def _write_blocks(self, reader: asyncio.Task[None]) -> None:
+        """One message of what is due. No await may come between the look at the blocks and the copy made of them."""
+        frames = self._take_blocks(self._num_due())
+        message = encode(*frames)
+        self._turn.sent(len(frames), self._clock())
+        await self._write(reader, message, took_turn=True)
 
-    def _message(self) -> bytes:
-        """What may leave now, as far as one message holds it: blocks, and END if it has room beside the last ones.
-
-        No await may come between the look at the blocks and the copy that is made of them here.
-        """
-        frames = self._take_blocks()
-        if self._may_end:
-            end = control_frame(FrameKind.END, convert_decode.handoff_end_to_bytes(self._end()))
-            if fit(*frames, end):
-                frames.append(end)
-                self._end_written = True
-        return encode(*frames)
-
-    def _take_blocks(self) -> list[Frame]:
+    def _take_blocks(self, num_blocks: int) -> list[Frame]:
         first = self._target.first_block + self._num_sent
-        num_blocks = min(self._num_final - self._num_sent, self._most_blocks)
         slabs = self._view_slabs(self._progress.block_ids[first : first + num_blocks])
         frames = [self._frame(index, slab) for index, slab in enumerate(slabs, first)]
         for frame in frames:
@@ -202,8 +206,8 @@ class HandoffSender:
         if not ready():
             reader.result()
 
-    async def _write(self, reader: asyncio.Task[None], message: bytes) -> None:
-        self._unanswered.append(self._num_sent)
+    async def _write(self, reader: asyncio.Task[None], message: bytes, *, took_turn: bool = False) -> None:
+        self._unanswered.append(_Unanswered(self._num_sent, took_turn))
         if len(self._unanswered) == 1:
             self._expect_answer()
         try:
@@ -233,9 +237,12 @@ class HandoffSender:
             raise self._named(UnavailableError("it ended the KV stream before the handoff was complete"))
 
     def _take_answer(self, event: BlocksReceived) -> None:
-        num_blocks = self._unanswered.popleft() if self._unanswered else None
-        if event.num_blocks != num_blocks:
+        message = self._unanswered.popleft() if self._unanswered else None
+        num_blocks = message.num_sent if message is not None else None
+        if message is None or event.num_blocks != num_blocks:
             raise CorruptBlockError(f"it answers for {event.num_blocks} blocks; {num_blocks} were due")
+        if message.took_turn:
+            self._turn.answered(self._clock())
         self._committed = event.committed and self._end_written
         self._expect_answer()
         self._progress.notify()

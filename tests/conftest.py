@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,18 @@ if not Path("/dev/nvidia0").exists():
 
 settings.register_profile("kvrelay", deadline=None)  # a busy machine is slow; pytest's timeout bounds what hangs
 settings.load_profile("kvrelay")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure's report parses source. Should garbage collection run meanwhile and a finalizer format a traceback,
+    which parses too, older CPython 3.11 raises "AST constructor recursion depth mismatch" (python/cpython#106905), and
+    pytest ends all tests with INTERNALERROR."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

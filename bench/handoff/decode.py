@@ -32,7 +32,7 @@ def measure(setting: Setting, samples: Samples, mode: str) -> None:
             samples.add(DECODE, mode, f"steps/s, {name_of(bytes_per_s)}", report["steps_per_s"])
             if bytes_per_s != NONE:
                 rate = sender.ask(do="unload")["bytes_per_s"]
-                samples.add(DECODE, mode, f"MB/s that arrived, {name_of(bytes_per_s)}", rate / MB)
+                samples.add(DECODE, mode, f"MB/s that left, {name_of(bytes_per_s)}", rate / MB)
         if mode == RECEIVER_PROCESS:
             block = _decode_blocks(setting)
             if not decoding.ask(do="look", block=block)["written"]:

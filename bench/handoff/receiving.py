@@ -6,11 +6,11 @@ Its server serves what a decode node's does, and a stream of ticks that stands f
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import mmap
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,15 @@ MAX_REQUESTS = 64
 
 @dataclass(frozen=True, slots=True)
 class NodeSetting:
-    """`num_blocks` are the pool's. With `model` it decodes, on `engine_cpus` alone if there are some."""
+    """`num_blocks` are the pool's. With `model` it decodes, on `engine_cpus` alone if there are some. `memory`
+    holds the cache, where it is given."""
 
     shape: str
     num_blocks: int
     model: Path | None = None
     engine_cpus: tuple[int, ...] = ()
     num_extra_blocks: int = 0  # of the cache, behind the pool's: another process hands them out
+    memory: mmap.mmap | None = None
 
 
 class TimedCore(DecodeCore):
@@ -82,10 +84,8 @@ class Received:
 
 
 @asynccontextmanager
-async def decode_node(
-    setting: NodeSetting, memory: AbstractContextManager[None] | None = None
-) -> AsyncIterator[Received]:
-    """Runs one as long as the block; `memory`, of bench.handoff.shared_memory, is entered while its cache is made."""
+async def decode_node(setting: NodeSetting) -> AsyncIterator[Received]:
+    """Runs one as long as the block."""
     made: list[Received] = []
     limits = DecodeLimits(max_batch=MAX_REQUESTS, max_batched_tokens=512, max_requests=MAX_REQUESTS)
 
@@ -93,8 +93,7 @@ async def decode_node(
         """Runs on the engine thread."""
         if setting.engine_cpus:
             os.sched_setaffinity(0, setting.engine_cpus)
-        with memory or contextlib.nullcontext():
-            core, node.cache, node.info = _make_core(setting, limits)
+        core, node.cache, node.info = _make_core(setting, limits)
         made.append(Received(node, core))
         return core
 
@@ -123,9 +122,9 @@ def _make_core(setting: NodeSetting, limits: DecodeLimits) -> tuple[TimedCore, P
     num_blocks = setting.num_blocks + setting.num_extra_blocks
     if setting.model is None:
         info, runner = info_of(setting.shape), NoModel()
-        cache = PagedKVCache(info.layout, num_blocks)
+        cache = PagedKVCache(info.layout, num_blocks, memory=setting.memory)
     else:
-        loaded = load_engine(setting.model, num_blocks=num_blocks, threads=1)
+        loaded = load_engine(setting.model, num_blocks=num_blocks, threads=1, memory=setting.memory)
         info, runner, cache = loaded.info, loaded.runner, loaded.cache
     core = TimedCore(
         info=info, runner=runner, cache=cache, pool=BlockPool(setting.num_blocks), scheduler=Scheduler(limits)

@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import random
 import time
+from collections import abc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import torch
@@ -21,7 +21,7 @@ from bench.handoff.transfers import Meter
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.cache import DTYPES, PagedKVCache
-from kvrelay.kv.hashing import chain_root
+from kvrelay.kv.hashing import Buffer, chain_root
 from kvrelay.messages import HandoffTarget, NodeRequest, ReservationGranted
 from kvrelay.rpc import raw
 from kvrelay.rpc.nodes import DecodeClient
@@ -31,6 +31,7 @@ from prefill_node.engine import Admitted, Computed
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffReport, HandoffSender
+from prefill_node.turns import Turns
 
 STALL_S = 30.0
 RESERVE_TIMEOUT_S = 30.0
@@ -45,6 +46,7 @@ class Replay:
 
     def __init__(self, channel: grpc.aio.Channel, address: str, info: ModelInfo, num_blocks: int) -> None:
         self._channel = channel
+        self._turns = Turns(info.layout.slab_bytes)  # the channel's
         self._client = DecodeClient(channel)
         self._address = address
         self._info = info
@@ -52,8 +54,6 @@ class Replay:
         self._cache = PagedKVCache(info.layout, num_blocks)
         # A node that decodes meanwhile must meet no NaN in a block that it is given later.
         self._cache.tensor[:] = torch.randn(info.layout.slab_shape).mul(0.1).to(DTYPES[info.dtype])
-        # A look at the blocks' own memory where the cache gives it, a copy where it does not.
-        self._look = getattr(self._cache, "view_slabs", self._cache.read_slab)
         self.num_bytes = 0  # that have left, of all handoffs
         self.left = asyncio.Event()  # set when some do
         self._draw = random.Random(time.time_ns())
@@ -65,7 +65,9 @@ class Replay:
             progress = Progress()
             progress.take(Admitted(JOB, tuple(map(BlockId, range(self._num_blocks))), 0), time.monotonic())
             call = raw.stream_stream(self._channel, raw.KV_TRANSFER, "Receive")()
-            sender = HandoffSender(call, target, self._info, sequence, progress, self._read, stall_s=STALL_S)
+            sender = HandoffSender(
+                call, self._turns, target, self._info, sequence, progress, self._read, stall_s=STALL_S
+            )
             if meter is not None:
                 meter.start()
             computing = asyncio.create_task(self._compute(progress, sequence.num_tokens, bytes_per_s))
@@ -77,10 +79,10 @@ class Replay:
                 meter.stop(report.num_bytes)
         return report
 
-    def _read(self, blocks: Any) -> Any:
-        self.num_bytes += self._info.layout.slab_bytes * (1 if isinstance(blocks, int) else len(blocks))
+    def _read(self, block_ids: abc.Sequence[BlockId]) -> list[Buffer]:
+        self.num_bytes += self._info.layout.slab_bytes * len(block_ids)
         self.left.set()
-        return self._look(blocks)
+        return self._cache.view_slabs(block_ids)
 
     @asynccontextmanager
     async def _reserved(self) -> AsyncIterator[tuple[Sequence, HandoffTarget]]:

@@ -6,17 +6,10 @@ has threads, and nothing has a name that a dying process could unlink.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
-
-import torch
-from torch import Tensor
-
-from kvrelay.kv import cache
 
 
 @contextmanager
@@ -30,14 +23,6 @@ def pool_file(num_bytes: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextmanager
-def caches_in(descriptor: int, offset: int = 0) -> Iterator[None]:
-    """A PagedKVCache that is made inside the block has its blocks in the shared memory, from byte `offset` on."""
-
-    def mapped(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, offset=offset)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-    with mock.patch.object(cache, "_zeros", mapped):
-        yield
+def memory_in(descriptor: int, num_bytes: int, offset: int = 0) -> mmap.mmap:
+    """So much of the shared memory, from byte `offset` on, for a PagedKVCache to keep its blocks in."""
+    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, offset=offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,13 +53,14 @@ def load_engine(
     weights: WeightForms = "file",
     decoder: str = "auto",
     max_decode_rows: int = 0,
+    memory: mmap.mmap | None = None,
 ) -> LoadedEngine:
     """Loads `model` (a GGUF file or a Hugging Face directory) and runs it once.
 
     The pool gets `num_blocks` blocks, or as many as fit into `kv_bytes` if that is 0. `threads` 0 leaves torch's own
     choice; `device` is "cpu", "cuda" or "auto"; `weights` and `decoder` are as for `load_decoder`. Decode steps of up
-    to `max_decode_rows` sequences are recorded for the GPU (a node that decodes nothing names none). Raises
-    ModelFileError or ConfigError, saying what is wrong.
+    to `max_decode_rows` sequences are recorded for the GPU (a node that decodes nothing names none). `memory`
+    is for the cache (see PagedKVCache). Raises ModelFileError or ConfigError, saying what is wrong.
     """
     started = time.monotonic()
     device = _device(device)
@@ -70,7 +72,7 @@ def load_engine(
     layout = config.layout(dtype, block_tokens)
     _check_message_size(layout)
     num_blocks = num_blocks or _blocks_in(kv_bytes, layout)
-    cache = PagedKVCache(layout, num_blocks, device)
+    cache = PagedKVCache(layout, num_blocks, device, memory=memory)
     runner = ModelRunner(
         with_graphs(model_decoder, cache, max_decode_rows),
         *(cache, Sampler(), config.eos_token_ids),

@@ -35,11 +35,18 @@ class PagedKVCache:
     Shape letters: T tokens of a step, H KV heads, D head dim, N blocks.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: str = "cpu", *, memory: mmap.mmap | None = None
+    ) -> None:
+        """`memory` is a CPU's, of zeros, for all blocks and the one behind them; by default the cache takes its own."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.scratch_block = BlockId(num_blocks)
-        all_blocks = _zeros((num_blocks + 1, *layout.slab_shape), DTYPES[layout.dtype], device)
+        shape, dtype = (num_blocks + 1, *layout.slab_shape), DTYPES[layout.dtype]
+        if memory is None:
+            all_blocks = _zeros(shape, dtype, device)
+        else:
+            all_blocks = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.tensor = all_blocks[:num_blocks]
         # One row a token position, K or V, of one layer: what `store` writes to.
         self.rows = all_blocks.view(-1, layout.num_kv_heads, layout.head_dim)

@@ -86,16 +86,11 @@ def frames_per_message(slab_bytes: int) -> int:
 
 
 def encode(*frames: Frame) -> bytes:
-    """One message of these frames, of which `fit` must hold; one copy of the payloads."""
+    """One message of these frames: one of any size, or several of at most MESSAGE_BYTES; one copy of the payloads."""
     parts: list[Buffer] = []
     for frame in frames:
         parts += (_header(frame), frame.payload)
     return b"".join(parts)
-
-
-def fit(*frames: Frame) -> bool:
-    """Whether one message may hold them all."""
-    return len(frames) == 1 or sum(frame_bytes(_size(frame)) for frame in frames) <= MESSAGE_BYTES
 
 
 class Packer:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGTERM
 
 import uvloop
 
@@ -16,6 +17,7 @@ from kvrelay import demo_model
 from tests.chaos.asks import DEMO, TINY
 from tests.chaos.cluster import Shape
 from tests.chaos.plan import Kind
+from tests.chaos.report import Violation
 from tests.chaos.run import Settings, run_chaos
 from tests.support.tiny_model import make_tiny_model
 
@@ -30,8 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     settings = settings_of(options.seed, options.seconds, directory, options.model, options.kinds)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        violations = runner.run(run_chaos(settings, say))
+        try:
+            violations = runner.run(_run_until_told(settings))
+        except asyncio.CancelledError:
+            return 128 + SIGTERM
     return 1 if violations else 0
+
+
+async def _run_until_told(settings: Settings) -> list[Violation]:
+    """SIGTERM ends the run and everything that it started, as SIGINT does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(SIGTERM, task.cancel)
+    return await run_chaos(settings, say)
 
 
 def say(text: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvrelay.client import AnswerEvent
-from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
+from kvrelay.errors import CancelledError, DeadlineError, KVRelayError
 from kvrelay.inference import ChoiceFinished, RequestAccepted, RequestFinished, TokenPrompt, TokensGenerated
 from tests.chaos.asks import Ask, Leave, asks
 from tests.chaos.cluster import ChaosCluster
@@ -42,6 +42,7 @@ class Try:
     request_id: str = ""
     accepted_at: float | None = None
     token_times: list[float] = field(default_factory=list)
+    cancel_sent_at: float | None = None
     ended_at: float | None = None
     finished: RequestFinished | None = None
     error: KVRelayError | None = None
@@ -71,11 +72,11 @@ class Try:
         return list(itertools.pairwise([self.started_at, *times]))
 
 
-Excuses = Callable[[int, float, float, bool], bool]
+Excuses = Callable[[int, float, bool], bool]
 
 
 class Load:
-    """`num_workers` clients; each asks one request at a time, until `stop`. `excuses(coordinator, start, end,
+    """`num_workers` clients; each asks one request at a time, until `stop`. `excuses(coordinator, ended_at,
     accepted)` tells whether a failure was the coordinator's death."""
 
     def __init__(
@@ -154,6 +155,7 @@ class Load:
     async def _leave(self, one: Try) -> None:
         await asyncio.sleep(one.ask.leave_after_s)
         client = self._cluster.client(self._cluster.coordinators[one.coordinator])
+        one.cancel_sent_at = time.monotonic()
         with suppress(KVRelayError, TimeoutError):  # it may be over, not there yet, or the coordinator down
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await client.cancel(one.ask.name)
@@ -166,18 +168,20 @@ class Load:
         else:
             one.problems = judge_beginning(expected, one.choices)
         if one.error is not None:
-            one.outcome = self._outcome_of(one, one.error, one.ended_at)
+            one.outcome = outcome_of(one, one.error, one.ended_at, self._excuses, self._stalls)
         if one.outcome is Outcome.WRONG and one.error is not None:
             one.problems.append(f"it failed: {type(one.error).__name__}: {one.error.message}")
         if one.problems:
             one.outcome = Outcome.WRONG
 
-    def _outcome_of(self, one: Try, error: KVRelayError, ended_at: float) -> Outcome:
-        if isinstance(error, CancelledError | NotFoundError) and one.ask.leave is Leave.CANCEL:
-            return Outcome.LEFT
-        accepted = one.accepted_at is not None
-        if error.retryable and self._excuses(one.coordinator, one.started_at, ended_at, accepted):
-            return Outcome.FAILED
-        if error.retryable and self._stalls.touches(one.started_at, ended_at):
-            return Outcome.STALLED
+
+def outcome_of(one: Try, error: KVRelayError, ended_at: float, excuses: Excuses, stalls: StallWatch) -> Outcome:
+    """Of a request that failed. A coordinator that is down breaks its streams within seconds, and so whoever waited
+    until its own deadline was forgotten by somebody, whatever has happened meanwhile."""
+    if isinstance(error, CancelledError) and one.cancel_sent_at is not None:
+        return Outcome.LEFT
+    if isinstance(error, DeadlineError) or not error.retryable:
         return Outcome.WRONG
+    if excuses(one.coordinator, ended_at, one.accepted_at is not None):
+        return Outcome.FAILED
+    return Outcome.STALLED if stalls.touches(ended_at, ended_at) else Outcome.WRONG

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos import checks, report
 from tests.chaos.asks import Sizes, plan_shapes
 from tests.chaos.cluster import ChaosCluster, Shape
+from tests.chaos.evidence import too_little
 from tests.chaos.expected import Expected, compute_expected
 from tests.chaos.faults import Saboteur
 from tests.chaos.load import Load, Outcome
@@ -71,6 +72,8 @@ class ChaosRun:
             await asyncio.gather(*watching, return_exceptions=True)
         self._say(report.summary(self._cluster, load, saboteur.records, self._memory, self._stalls))
         self._collect(load)
+        for what in too_little(load.tries, faults, saboteur.records):
+            self._complain_now(what)
         await self._drain()
         self._show(saboteur, expected, faults)
 
@@ -81,7 +84,7 @@ class ChaosRun:
         """The answers, while the cluster starts; then the process that computed them is gone."""
         settings, loop = self._settings, asyncio.get_running_loop()
         shapes = plan_shapes(settings.seed, settings.num_shapes, settings.sizes)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with one_process() as pool:
             computing = loop.run_in_executor(
                 pool, compute_expected, settings.model, shapes, settings.sizes.num_blocks, settings.sizes.eos_token_ids
             )
@@ -159,6 +162,18 @@ class ChaosRun:
             args = (settings.seed, settings.command, violation, self._started, saboteur.records, expected)
             self._say(report.explain(*args) + "\n")
         self._say(f"{len(self.violations)} violations; seed {settings.seed}; again: {settings.command}")
+
+
+@contextmanager
+def one_process() -> Iterator[ProcessPoolExecutor]:
+    """What it still computes when the block is left, for whatever reason, is not waited for."""
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield pool
+        finally:
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
 
 
 async def run_chaos(settings: Settings, say: Callable[[str], None]) -> list[Violation]:

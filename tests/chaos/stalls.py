@@ -40,7 +40,7 @@ class StallWatch:
             self.stalls.append(Stall(last, now))
 
     def touches(self, start: float, end: float) -> bool:
-        """Whether a request in this time may have suffered from a stall."""
+        """Whether what happened in this time may have come from a stall."""
         return any(stall.start <= end and start <= stall.end + AFTER_S for stall in self.stalls)
 
     @property

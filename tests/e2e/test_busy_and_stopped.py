@@ -23,7 +23,7 @@ from tests.support.cluster import Cluster, RoleProcess, running
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(240)]
 
 NUM_NODES = 4
 BUSY_S = 8

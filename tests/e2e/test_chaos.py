@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.__main__ import settings_of
 from tests.chaos.run import run_chaos
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(600)]
 
 SEED = 4
 SECONDS = 70.0  # under two minutes in all on a quiet machine

@@ -25,7 +25,7 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 NUM_NODES = 4
-AT_ONCE_S = 4.0  # the grace period is 30 s
+AT_ONCE_S = 10.0  # on a busy machine; the grace period is 30 s
 BOUND_S = 12.0
 
 
@@ -96,10 +96,10 @@ async def test_a_second_sigterm_stops_the_coordinator_at_once_and_its_clients_ar
         took_s = await stop_twice(cluster.coordinator)
         await under_way.all_over(AT_ONCE_S)
         errors = [request.error for request in under_way.requests]
+    await asyncio.to_thread(cluster.coordinator.restart)  # also for the tests after one that fails
     assert took_s < AT_ONCE_S
     assert all(isinstance(error, UnavailableError) for error in errors), errors
     assert all("shutting down" in error.message for error in errors if error)
-    await asyncio.to_thread(cluster.coordinator.restart)
 
 
 async def test_a_second_sigterm_stops_the_kvstore_at_once(cluster: ProxiedCluster, client: AsyncClient) -> None:

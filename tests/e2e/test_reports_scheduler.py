@@ -33,7 +33,7 @@ from tests.support.tiny_requests import (
     random_prompt,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(180)]
 
 MAX_MODEL_LEN = 900
 NUM_BLOCKS = 64  # 1,024 tokens: whatever the model takes fits

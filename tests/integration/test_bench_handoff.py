@@ -15,7 +15,7 @@ from bench.handoff.plan import command
 from bench.handoff.receiving import NodeSetting, decode_node, serving
 from bench.handoff.replay import Replay
 from bench.handoff.shapes import LAYOUTS, info_of
-from bench.handoff.shared_memory import caches_in, pool_file
+from bench.handoff.shared_memory import memory_in, pool_file
 from bench.handoff.transfers import Meter
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.rpc.channel import open_channel
@@ -48,11 +48,10 @@ async def test_replayed_kv_is_in_the_receivers_pool_and_its_bytes_are_counted(by
 
 
 def test_two_caches_in_one_file_have_the_same_blocks() -> None:
-    with pool_file(4 * LAYOUT.slab_bytes) as descriptor:
-        with caches_in(descriptor):
-            whole = PagedKVCache(LAYOUT, 3)
-        with caches_in(descriptor, offset=LAYOUT.slab_bytes):
-            behind = PagedKVCache(LAYOUT, 2)
+    size = LAYOUT.slab_bytes
+    with pool_file(4 * size) as descriptor:
+        whole = PagedKVCache(LAYOUT, 3, memory=memory_in(descriptor, 4 * size))
+        behind = PagedKVCache(LAYOUT, 2, memory=memory_in(descriptor, 3 * size, offset=size))
     behind.write_slab(BlockId(0), b"\x3f" * LAYOUT.slab_bytes)
     assert whole.read_slab(BlockId(1)) == b"\x3f" * LAYOUT.slab_bytes
     assert not any(whole.read_slab(BlockId(0)))

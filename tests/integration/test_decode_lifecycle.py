@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 
 import grpc
 import pytest
@@ -83,6 +84,26 @@ class Gate:
 
 # How many frames the sender gets through: BEGIN, two blocks, a tail, END.
 FRAMES = {"granted": 0, "begun": 1, "receiving": 2, "all but END": 4, "computing": 0, "in the batch": 5}
+
+
+async def test_a_reservation_that_comes_too_late_for_its_caller_is_given_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with decode_node(lease_s=60.0) as harness:
+        grant, granted = harness.node.reserve, asyncio.Event()
+
+        async def grant_late(request: NodeRequest, num_tokens: int) -> ReservationGranted:
+            given = await grant(request, num_tokens)
+            time.sleep(0.3)  # noqa: ASYNC251 - a busy interpreter: nobody hears yet that the call is over
+            granted.set()
+            return given
+
+        monkeypatch.setattr(harness.node, "reserve", grant_late)
+        with pytest.raises(DeadlineError):
+            await harness.client.reserve(REQUEST, 30, timeout_s=0.2)
+        async with asyncio.timeout(5.0):
+            await granted.wait()
+        await harness.all_free()
 
 
 @pytest.mark.parametrize("ended_by", ["client cancels Decode", "client vanishes", "Release"])

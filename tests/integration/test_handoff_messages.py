@@ -25,6 +25,7 @@ from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffReport, HandoffSender
 from tests.support.decode_harness import Harness, decode_node
 from tests.support.fake_engine import make_info, make_request
+from tests.support.known_link import known_link
 
 NUM_BLOCKS = 7
 MIB = 2**20
@@ -55,7 +56,9 @@ async def hand_over(
     progress.take(Admitted(JOB, tuple(BlockId(i) for i in range(NUM_BLOCKS)), 0), time.monotonic())
     progress.take(Computed(JOB, num_tokens, GeneratedToken(20)), time.monotonic())
     call = raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()
-    sender = HandoffSender(call, target, info, sequence, progress, source.view_slabs, stall_s=10.0)
+    sender = HandoffSender(
+        call, known_link(info.layout.slab_bytes), target, info, sequence, progress, source.view_slabs, stall_s=10.0
+    )
     try:
         report = await sender.send()
         received = harness.pool.match(sequence.block_hashes)

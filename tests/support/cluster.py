@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,6 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0  # two cores may be shared by much else
 STOP_TIMEOUT_S = 30.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
+
+# Of a family's samples, by its type.
+_SUFFIXES = {
+    "counter": ("_total", "_created"),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_count", "_sum", "_created"),
+    "summary": ("", "_count", "_sum", "_created"),
+    "unknown": ("",),
+}
 
 # A PyDLL's function does not give the interpreter up, as a long computation in an extension may not.
 BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).usleep(8_000_000)); "
@@ -36,6 +46,21 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def sum_of_samples(text: str, name: str, labels: Mapping[str, str]) -> float:
+    """`text` is what a role tells Prometheus. A metric with labels has no sample before its first use, but a family."""
+    families = [
+        one for one in text_string_to_metric_families(text) if name.removeprefix(one.name) in _SUFFIXES[one.type]
+    ]
+    if not families:
+        raise LookupError(f"no metric is named {name}")
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 @dataclass
@@ -118,15 +143,11 @@ class RoleProcess:
         return self.log_path.read_text(errors="replace")[-6000:] if self.log_path.exists() else ""
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of this name whose labels include these."""
+        """Sum of the samples of this name whose labels include these; 0 of a counter that nothing was counted in yet.
+        Raises LookupError when the role has no such metric."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as reply:
             text = reply.read().decode()
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return sum_of_samples(text, name, labels)
 
 
 @dataclass
@@ -218,8 +239,11 @@ class Cluster:
         return self._role(role, index, [*args, *extra])
 
 
+AnyCluster = TypeVar("AnyCluster", bound=Cluster)
+
+
 @contextlib.contextmanager
-def running(cluster: Cluster) -> Iterator[Cluster]:
+def running(cluster: AnyCluster) -> Iterator[AnyCluster]:
     """Starts the cluster, and at the end drains it and demands a clean exit of all that still run."""
     try:
         cluster.start()

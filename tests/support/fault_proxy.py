@@ -48,6 +48,7 @@ class FaultProxy:
         self._listener = _listen(port)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._note_error)
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{self.port}", daemon=True)
         self._links: dict[int | None, LinkFault] = {}
         self._holds: list[Hold] = []
@@ -210,8 +211,11 @@ class FaultProxy:
         self._server = await asyncio.start_server(self._accept, sock=self._listener)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer_port = writer.get_extra_info("peername")[1]
-        inode = socket_inode(peer_port, self.port)
+        peer = writer.get_extra_info("peername")
+        if peer is None:  # it is gone already
+            reset(writer)
+            return
+        inode = socket_inode(peer[1], self.port)
         try:
             upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
         except OSError:
@@ -230,6 +234,11 @@ class FaultProxy:
             del self._connections[connection]
             reset(writer)
             reset(upstream[1])
+
+    def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Told by `close`. asyncio itself would only log it, in this thread and in the middle of a test."""
+        error = context.get("exception")
+        self._errors.append(error if isinstance(error, BaseException) else RuntimeError(str(context["message"])))
 
     async def _end(self) -> None:
         if self._server is not None:

@@ -30,7 +30,8 @@ PROMPT_TOKENS = 120  # seven blocks and a tail
 SHORT_ANSWER = 8
 IN_CHUNKS = ["--chunk-tokens", "32"]  # of a prefill node: blocks leave two by two
 LONG_ANSWER = 600  # takes seconds: it is not over when the fault comes
-LONG_ANSWER_SEEDS = (1, 2, 3, 4)  # the same ones in every run, so that a reference is computed once
+LONG_ANSWER_SEEDS = range(1, 13)  # the same ones in every run, so that a reference is computed once
+LONG_ANSWERS = 4  # and more until one runs on the victim: all their prompts may be cached on the other decode node
 ANSWER_TIMEOUT_S = 60.0
 STAGE_TIMEOUT_S = 20.0
 MAX_TRIES = 6  # requests until one goes where it is wanted; load balancing needs two
@@ -131,8 +132,7 @@ class Flight:
         """Every stage but BEFORE_RESERVE, for which `launch` is called once the fault is there."""
         for stage in HELD_BEFORE:
             await self.launch_held(stage)
-        running = [self.launch(Stage.MID_DECODE, LONG_ANSWER, seed) for seed in LONG_ANSWER_SEEDS]
-        await until(lambda: all(len(request.token_ids) >= 4 for request in running), "tokens of every answer")
+        running = await self._launch_long_ones()
         await self._launch_to_the_end()
         assert not any(request.is_over for request in running), "the fault comes too late"
 
@@ -180,11 +180,27 @@ class Flight:
                 return
         raise AssertionError(f"no request {stage.value} went to {self.victim.log_path.stem}")
 
+    async def _launch_long_ones(self) -> list[InFlight]:
+        """All of them have tokens, and one runs on the victim if that is a decode node."""
+        running: list[InFlight] = []
+        for seed in LONG_ANSWER_SEEDS:
+            running.append(self.launch(Stage.MID_DECODE, LONG_ANSWER, seed))
+            if len(running) < LONG_ANSWERS:
+                continue
+            await until(lambda: all(len(request.token_ids) >= 4 for request in running), "tokens of every answer")
+            if self.victim not in self.cluster.decode or await self._num_running() > 0:
+                return running
+        raise AssertionError(f"no long answer went to {self.victim.log_path.stem}")
+
+    async def _num_running(self) -> float:
+        return await asyncio.to_thread(self.victim.metric, "kvrelay_requests_running")
+
     async def _launch_to_the_end(self) -> None:
+        """More at a time with every try: while one node has more to do than the other, few go there."""
         node, hold = self._hold_last_word()
-        for _ in range(MAX_TRIES):
-            pair = [self.launch(Stage.AT_END), self.launch(Stage.AT_END)]
-            if await _caught(hold, pair):
+        for number in range(MAX_TRIES):
+            answers = [self.launch(Stage.AT_END) for _ in range(2 * (number + 1))]
+            if await _caught(hold, answers):
                 self.held.append(HeldStream(hold, (node,)))
                 return
         raise AssertionError(f"no answer ended on {self.victim.log_path.stem}")

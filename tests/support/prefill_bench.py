@@ -121,7 +121,7 @@ class PrefillBench:
         self.runner, self.cache, self.store, self.receiver = GatedRunner(), FakeCache(), FakeStore(), FakeReceiver()
         self.pool = BlockPool(num_blocks)
         self.offered: list[BlockHash] = []
-        self.links = DecodeLinks()
+        self.links = DecodeLinks(MODEL.layout.slab_bytes)
         self.engine = EngineLoop(
             lambda: self._make_core(budget, max_prefills, max_waiting), self._deliver, clock=lambda: self.now
         )

@@ -84,11 +84,7 @@ class Client:
         reading = asyncio.create_task(self._first_token(granted))
         finished = await self._compute(request, granted)
         first_at = await reading
-        tail_after = self._tail_metric()
-        if tail_before is None or tail_after is None:  # of a release that does not measure it: nearly the same
-            tail_s = finished.handoff_s - finished.compute_s
-        else:
-            tail_s = tail_after - tail_before
+        tail_s = self._tail_metric() - tail_before
         return {"ttft_s": first_at - started, "tail_s": tail_s, "compute_s": finished.compute_s}
 
     async def _colocated(self, order: Order) -> dict[str, object]:
@@ -164,18 +160,13 @@ class Client:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True)
         return NodeRequest(RequestId(f"bench-{next(self._ids)}"), token_ids, num_tokens, sampling)
 
-    def _tail_metric(self) -> float | None:
-        """Seconds of all handoffs so far, of the prefill node; None where it has no such metric."""
+    def _tail_metric(self) -> float:
+        """Seconds of all handoffs so far, of the prefill node."""
         url = f"http://127.0.0.1:{self._task['metrics_port']}/metrics"
         with urllib.request.urlopen(url, timeout=RESERVE_TIMEOUT_S) as reply:
             text = reply.read().decode()
-        values = [
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == TAIL_METRIC
-        ]
-        return sum(values) if values else None
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return next(sample.value for sample in samples if sample.name == TAIL_METRIC)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import uvloop
 from bench.handoff.conversation import Conversation
 from bench.handoff.decoding import steps_per_s
 from bench.handoff.receiving import NodeSetting, Received, decode_node, serving
-from bench.handoff.shared_memory import caches_in
+from bench.handoff.shapes import info_of
+from bench.handoff.shared_memory import memory_in
 from kvrelay.rpc.credentials import MutualTLS
 from kvrelay.rpc.process import tune_malloc
 from kvrelay.types import BlockId
@@ -27,9 +28,8 @@ def main() -> None:
 
 async def _work(driver: Conversation) -> None:
     task = driver.task
-    memory = caches_in(task["memory_fd"], task["memory_offset"]) if "memory_fd" in task else contextlib.nullcontext()
     async with contextlib.AsyncExitStack() as stack:
-        received = await stack.enter_async_context(decode_node(_setting(task), memory))
+        received = await stack.enter_async_context(decode_node(_setting(task)))
         port = await stack.enter_async_context(serving(received.node, read_tls(task)))
         driver.tell(port=port)
         while order := await asyncio.to_thread(driver.next_order):
@@ -47,7 +47,12 @@ async def _obey(order: dict[str, Any], received: Received) -> dict[str, object]:
 def _setting(task: dict[str, Any]) -> NodeSetting:
     model = Path(task["model"]) if "model" in task else None
     engine_cpus = tuple(task.get("engine_cpus", ()))
-    return NodeSetting(task["shape"], task["num_blocks"], model, engine_cpus, task.get("num_extra_blocks", 0))
+    num_extra_blocks = task.get("num_extra_blocks", 0)
+    memory = None
+    if "memory_fd" in task:
+        num_bytes = (task["num_blocks"] + num_extra_blocks + 1) * info_of(task["shape"]).layout.slab_bytes
+        memory = memory_in(task["memory_fd"], num_bytes, task["memory_offset"])
+    return NodeSetting(task["shape"], task["num_blocks"], model, engine_cpus, num_extra_blocks, memory)
 
 
 def read_tls(task: dict[str, Any]) -> MutualTLS | None:

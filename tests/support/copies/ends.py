@@ -25,6 +25,7 @@ from prefill_node.engine import Admitted, Computed
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffSender
+from prefill_node.turns import Turns
 from tests.support.decode_harness import decode_node
 from tests.support.fake_engine import make_info, make_request
 
@@ -65,7 +66,9 @@ async def send(address: str) -> None:
         granted = await client.reserve(request, NUM_TOKENS + 1, 10.0)
         target = HandoffTarget(address, granted.instance_id, granted.reservation_id, 1, 0)
         call = raw.stream_stream(channel, raw.KV_TRANSFER, "Receive")()
-        sender = HandoffSender(call, target, INFO, sequence, progress, cache.view_slabs, stall_s=10.0)
+        sender = HandoffSender(
+            call, Turns(LAYOUT.slab_bytes), target, INFO, sequence, progress, cache.view_slabs, stall_s=10.0
+        )
         before = copied_bytes()
         report = await sender.send()
         tell(report.num_bytes, copied_bytes() - before)

@@ -17,7 +17,6 @@ from kvrelay.kv.frame import (
     control_frame,
     decode,
     encode,
-    fit,
     frames_per_message,
     pack,
     tail_frame,
@@ -128,12 +127,9 @@ def sized(num_bytes: int, index: int = 0) -> Frame:
 def test_several_frames_have_at_most_1088_kib_and_one_alone_may_be_longer() -> None:
     assert MESSAGE_BYTES == 1_114_112
     half = MESSAGE_BYTES // 2
-    assert fit(sized(half), sized(half))
     assert len(decode(encode(sized(half), sized(half)), max_payload_bytes=2**21)) == 2
-    assert not fit(sized(half), sized(half + 1))
     with pytest.raises(CorruptBlockError, match="message of 1114113 bytes; one of several frames has at most 1114112"):
         decode(encode(sized(half), sized(half + 1)), max_payload_bytes=2**21)
-    assert fit(sized(2**21))
     assert len(decode(encode(sized(2**21)), max_payload_bytes=2**21)) == 1
 
 

@@ -36,7 +36,7 @@ class Opened:
 
 async def test_handoffs_to_one_node_share_a_connection() -> None:
     opened = Opened()
-    links = DecodeLinks(opened)
+    links = DecodeLinks(512, opened)
     async with links.use("a") as first, links.use("a") as second:
         assert first is second
     async with links.use("a") as third:
@@ -48,7 +48,7 @@ async def test_handoffs_to_one_node_share_a_connection() -> None:
 
 async def test_an_unavailable_node_is_connected_anew_once_its_last_user_left() -> None:
     opened = Opened()
-    links = DecodeLinks(opened)
+    links = DecodeLinks(512, opened)
     async with links.use("a"):
         with pytest.raises(UnavailableError):
             async with links.use("a"):
@@ -61,9 +61,25 @@ async def test_an_unavailable_node_is_connected_anew_once_its_last_user_left() -
     await links.close()
 
 
+async def test_a_links_pace_is_kept_between_handoffs_and_forgotten_with_the_link() -> None:
+    links = DecodeLinks(512, Opened())
+    async with links.use("a") as first:
+        pace = first.turns.pace
+        pace.answered(pace.sent(512, 0.0), 0.0)
+        learnt = pace.bound_bytes
+    async with links.use("a") as again:
+        assert again.turns.pace.bound_bytes == learnt
+    with pytest.raises(UnavailableError):
+        async with links.use("a"):
+            raise UnavailableError("gone")
+    async with links.use("a") as anew:
+        assert anew.turns.pace.bound_bytes == learnt // 2
+    await links.close()
+
+
 async def test_a_refusal_keeps_the_connection() -> None:
     opened = Opened()
-    links = DecodeLinks(opened)
+    links = DecodeLinks(512, opened)
     with pytest.raises(StaleError):
         async with links.use("a"):
             raise StaleError("the reservation has ended")
@@ -74,7 +90,7 @@ async def test_a_refusal_keeps_the_connection() -> None:
 
 async def test_the_longest_unused_connection_goes_first() -> None:
     opened = Opened()
-    links = DecodeLinks(opened, max_idle=2)
+    links = DecodeLinks(512, opened, max_idle=2)
     for address in ("a", "b", "a", "c"):
         async with links.use(address):
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +26,8 @@ from prefill_node.engine import Admitted, Computed, Failed
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
 from prefill_node.sender import HandoffReport, HandoffSender
+from prefill_node.turns import Turns
+from tests.support.known_link import known_link
 from tests.support.receivers import FakeReceiver
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", block_tokens=16)
@@ -52,6 +54,8 @@ class Handoff:
     channel: grpc.aio.Channel
     progress: Progress = field(default_factory=Progress)
     model: ModelInfo = MODEL
+    turns: Turns | None = None  # of the link; None: of a new one
+    clock: Callable[[], float] = time.monotonic
     reads: list[tuple[BlockId, ...]] = field(default_factory=list)
 
     def admit(self, num_tokens: int) -> None:
@@ -71,8 +75,19 @@ class Handoff:
         sequence = Sequence.create(request, chain_root(self.model.fingerprint, self.model.layout.fingerprint, b""), 16)
         target = HandoffTarget(self.address, InstanceId("decoder"), ReservationId("res"), 3, first_block)
         call = raw.stream_stream(self.channel, raw.KV_TRANSFER, "Receive")()
-        sender = HandoffSender(call, target, self.model, sequence, self.progress, self.view_slabs, stall_s=stall_s)
+        turns = self.turns or Turns(self.model.layout.slab_bytes)
+        sender = HandoffSender(
+            *(call, turns, target, self.model, sequence, self.progress, self.view_slabs),
+            stall_s=stall_s,
+            clock=self.clock,
+        )
         return await sender.send()
+
+
+async def until(happened: Callable[[], bool], limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not happened():
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -157,22 +172,82 @@ async def test_blocks_leave_as_their_chunks_end(handoff: Handoff) -> None:
     ("num_layers", "window"),
     [(2, ((100, 101), (102, 103))), (3, ((100,), (101,))), (4, ((100,), (101,))), (8, ((100,), (101,)))],
 )
-async def test_at_most_two_messages_are_unanswered(
+async def test_at_most_two_messages_are_unanswered_on_a_fast_link(
     handoff: Handoff, num_layers: int, window: tuple[tuple[int, ...], ...]
 ) -> None:
     """Slabs of 1/2, 3/4, 1 and 2 MiB. A receiver that does not answer holds the memory of the sender at two messages,
     however long the prompt; and each message is of about 1 MiB, or of one block."""
     handoff.model = model_of(LARGE, num_layers=num_layers)
+    handoff.turns = known_link(handoff.model.layout.slab_bytes)
     handoff.receiver.may_acknowledge.clear()
     handoff.admit(1_000)
     handoff.compute(1_000, TOKEN)
     with pytest.raises(UnavailableError, match=r"decode node .*: no progress on the KV stream for 0\.5 s"):
         await handoff.send(1_000, stall_s=0.5)
     assert tuple(handoff.reads) == window
+    assert handoff.turns.pace.in_flight_bytes == 0, "the link has back what the handoff held"
+
+
+async def test_a_new_link_has_one_block_on_the_way_until_it_has_answered(handoff: Handoff) -> None:
+    """Then two, then two messages of two. By a clock that stands still the link is fast on any machine."""
+    handoff.model = model_of(LARGE)
+    handoff.clock = lambda: 0.0
+    handoff.receiver.may_acknowledge.clear()
+    handoff.admit(160)
+    handoff.compute(160, TOKEN)
+    sending = asyncio.create_task(handoff.send(160))
+    await handoff.receiver.wait_for_blocks(1)
+    await asyncio.wait([sending], timeout=0.1)
+    assert handoff.reads == [(100,)]
+    handoff.receiver.may_acknowledge.set()
+    await sending
+    assert handoff.reads == [(100,), (101,), (102,), (103, 104), (105, 106), (107, 108), (109,)]
+
+
+async def test_handoffs_of_one_link_share_its_window(handoff: Handoff) -> None:
+    """Two messages in all, and the link is full for the second handoff until the first has ended."""
+    handoff.model = model_of(LARGE, num_layers=4)
+    handoff.turns = known_link(handoff.model.layout.slab_bytes)
+    handoff.receiver.may_acknowledge.clear()
+    handoff.admit(160)
+    handoff.compute(160, TOKEN)
+    first = asyncio.create_task(handoff.send(160))
+    await handoff.receiver.wait_for_blocks(1)
+    second = asyncio.create_task(handoff.send(32))
+    await until(lambda: handoff.receiver.num_open == 2)
+    await asyncio.wait([second], timeout=0.1)
+    assert handoff.reads == [(100,), (101,)]
+    first.cancel()
+    await until(lambda: len(handoff.reads) == 4)
+    assert handoff.reads[2:] == [(100,), (101,)]
+    second.cancel()
+    await asyncio.wait([first, second])
+    assert handoff.turns.pace.in_flight_bytes == 0
+
+
+async def test_a_commit_that_takes_its_time_keeps_no_other_handoff_waiting(handoff: Handoff) -> None:
+    """END's answer waits for the decode engine. The link is free meanwhile, and not taken for slow."""
+    handoff.model = model_of(LARGE, num_layers=4)
+    handoff.turns = turns = known_link(handoff.model.layout.slab_bytes)
+    bound_bytes = turns.pace.bound_bytes
+    now = 0.0
+    handoff.clock = lambda: now
+    handoff.receiver.hold_commit_only = True
+    handoff.receiver.may_acknowledge.clear()
+    handoff.admit(32)
+    handoff.compute(32, TOKEN)
+    sending = asyncio.create_task(handoff.send(32))
+    await handoff.receiver.wait_for_end()
+    await until(lambda: turns.pace.in_flight_bytes == 0)
+    now = 10.0
+    handoff.receiver.may_acknowledge.set()
+    await sending
+    assert turns.pace.bound_bytes == bound_bytes
 
 
 async def test_an_answer_lets_the_next_message_go(handoff: Handoff) -> None:
     handoff.model = model_of(LARGE)
+    handoff.turns = known_link(handoff.model.layout.slab_bytes)
     handoff.receiver.may_acknowledge.clear()
     handoff.admit(160)
     handoff.compute(160, TOKEN)
@@ -186,8 +261,9 @@ async def test_an_answer_lets_the_next_message_go(handoff: Handoff) -> None:
 
 
 async def test_a_message_is_as_full_as_the_kv_allows_and_waits_for_no_more(handoff: Handoff) -> None:
-    """Chunks of 16, 80 and 17 tokens; the last blocks of the last one leave with END, whatever room there is left."""
+    """Chunks of 16, 80 and 17 tokens."""
     handoff.model = model_of(LARGE, num_layers=1)  # 256 KiB: four a message
+    handoff.turns = known_link(handoff.model.layout.slab_bytes)
     handoff.admit(113)
     sending = asyncio.create_task(handoff.send(113))
     for computed, sent in ((16, 1), (96, 6)):
@@ -196,20 +272,7 @@ async def test_a_message_is_as_full_as_the_kv_allows_and_waits_for_no_more(hando
     handoff.compute(113, TOKEN)
     await sending
     assert handoff.reads == [(100,), (101, 102, 103, 104), (105,), (106, 107)]
-    assert len(handoff.receiver.messages) == 1 + 4, "BEGIN, and no message for END alone"
-
-
-@pytest.mark.parametrize(("num_layers", "num_messages"), [(4, 1 + 2), (8, 1 + 2 + 1)])
-async def test_end_rides_with_the_last_block_where_there_is_room(
-    handoff: Handoff, num_layers: int, num_messages: int
-) -> None:
-    """A slab of 1 MiB leaves room for it; beside one of 2 MiB END has a message of its own."""
-    handoff.model = model_of(LARGE, num_layers=num_layers)
-    handoff.admit(32)
-    handoff.compute(32, TOKEN)
-    await handoff.send(32)
-    assert len(handoff.receiver.messages) == num_messages
-    assert handoff.receiver.committed
+    assert len(handoff.receiver.messages) == 1 + 4 + 1, "BEGIN and END alone"
 
 
 async def test_the_token_may_come_later_than_the_last_blocks(handoff: Handoff) -> None:
@@ -220,7 +283,7 @@ async def test_the_token_may_come_later_than_the_last_blocks(handoff: Handoff) -
     assert handoff.receiver.end is None
     handoff.compute(40, TOKEN)
     await sending
-    assert handoff.reads == [(100, 101, 102), ()]
+    assert handoff.reads == [(100, 101, 102)]
 
 
 async def test_one_answer_that_does_not_come_ends_it_while_the_prompt_still_computes(handoff: Handoff) -> None:

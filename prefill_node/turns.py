@@ -1,0 +1,73 @@
+"""Whose turn it is to send on a link that several handoffs share. Plain data, no I/O; who waits is told to look again.
+
+A handoff with blocks to send queues up, and sends one message when it is first in line and the link's pace lets the
+message go. So a long prompt does not hold up others, however much it has to send.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvrelay.kv.frame import frame_bytes, frames_per_message
+from prefill_node.pace import Pace, Sent
+
+
+class Turns:
+    """Of one link to a decode node. Belongs to the event loop."""
+
+    def __init__(self, slab_bytes: int) -> None:
+        """`slab_bytes` is of the model's layout: a node serves one."""
+        self.block_bytes = frame_bytes(slab_bytes)
+        self.pace = Pace(self.block_bytes, self.block_bytes * frames_per_message(slab_bytes))
+        self._queue: deque[Turn] = deque()
+
+    def is_first(self, turn: Turn) -> bool:
+        """Whether none asked before; queues up who has not yet."""
+        if turn not in self._queue:
+            self._queue.append(turn)
+        return self._queue[0] is turn
+
+    def leave(self, turn: Turn) -> None:
+        """Out of the queue; no error if it is not in there."""
+        if turn in self._queue:
+            self._queue.remove(turn)
+        self.changed()
+
+    def changed(self) -> None:
+        """Tells the first in line that its message may go now."""
+        if self._queue:
+            self._queue[0].notify()
+
+
+class Turn:
+    """One handoff's part in a link. `close` gives the link back whatever it holds there, and must be called."""
+
+    def __init__(self, turns: Turns, notify: Callable[[], None]) -> None:
+        """`notify` is called when `num_blocks` may answer otherwise than before."""
+        self.notify = notify
+        self._turns = turns
+        self._on_the_way: deque[Sent] = deque()
+
+    def num_blocks(self, num_waiting: int) -> int:
+        """How many of the blocks that wait (at least one) are to leave now, as one message; 0 while others are first or
+        the link is full. Asking takes a place in the line."""
+        block_bytes, pace = self._turns.block_bytes, self._turns.pace
+        num_blocks = min(num_waiting, pace.message_bytes // block_bytes)
+        return num_blocks if self._turns.is_first(self) and pace.fits(num_blocks * block_bytes) else 0
+
+    def sent(self, num_blocks: int, now: float) -> None:
+        """So many blocks leave, as `num_blocks` said; the next in line is told."""
+        self._on_the_way.append(self._turns.pace.sent(num_blocks * self._turns.block_bytes, now))
+        self._turns.leave(self)
+
+    def answered(self, now: float) -> None:
+        """The oldest message on the way was."""
+        self._turns.pace.answered(self._on_the_way.popleft(), now)
+        self._turns.changed()
+
+    def close(self) -> None:
+        """The handoff is over, however it ended."""
+        while self._on_the_way:
+            self._turns.pace.forgotten(self._on_the_way.popleft())
+        self._turns.leave(self)

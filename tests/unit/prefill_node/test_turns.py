@@ -1,0 +1,137 @@
+"""Handoffs that share a link: in turn, within its bound, and with everything given back in the end."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from prefill_node.turns import Turn, Turns
+from tests.support.known_link import known_link
+from tests.support.simulated_link import SimulatedLink
+
+SLAB = 2**19  # two a message
+
+
+def open_turns(turns: Turns, count: int) -> tuple[list[Turn], list[int]]:
+    """So many handoffs, and the list of those that were told to look again."""
+    told: list[int] = []
+
+    def tell(number: int) -> Turn:
+        return Turn(turns, lambda: told.append(number))
+
+    return [tell(number) for number in range(count)], told
+
+
+def test_a_handoff_alone_sends_at_once() -> None:
+    turns = Turns(SLAB)
+    (turn,), _ = open_turns(turns, 1)
+    assert turn.num_blocks(1) == 1
+
+
+def test_who_asked_first_sends_first_and_the_next_is_told() -> None:
+    (first, second), told = open_turns(known_link(SLAB), 2)
+    assert first.num_blocks(9) == 2
+    assert second.num_blocks(1) == 0
+    first.sent(2, 0.0)
+    assert told == [1]
+    assert second.num_blocks(1) == 1
+    assert first.num_blocks(7) == 0, "it is behind the other now"
+
+
+def test_a_full_link_makes_wait_until_an_answer() -> None:
+    (first, second), told = open_turns(known_link(SLAB), 2)
+    for _ in range(2):
+        first.sent(first.num_blocks(9), 0.0)
+    assert second.num_blocks(9) == 0
+    first.answered(0.001)
+    assert told == [1]
+    assert second.num_blocks(9) == 2
+
+
+def test_a_handoff_that_ends_gives_back_what_it_holds_and_its_place() -> None:
+    turns = known_link(SLAB)
+    (first, second, third), told = open_turns(turns, 3)
+    for _ in range(2):
+        first.sent(first.num_blocks(9), 0.0)
+    assert (second.num_blocks(9), third.num_blocks(9)) == (0, 0)
+    second.close()
+    first.close()
+    assert told[-1] == 2
+    assert third.num_blocks(9) == 2
+    assert turns.pace.in_flight_bytes == 0
+
+
+def test_streams_of_one_link_get_the_same() -> None:
+    link = SimulatedLink(Turns(2**16), 1e6)
+    link.open(5)
+    link.run(60.0)
+    counts = [stream.num_blocks for stream in link.streams]
+    assert max(counts) - min(counts) <= 8, counts  # a message or two
+
+
+class SharedLink(RuleBasedStateMachine):
+    """Handoffs come, send, are answered and go in any order, at any speed."""
+
+    turns_open = Bundle("turns_open")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns(SLAB)
+        self.pace = self.turns.pace
+        self.now = 0.0
+        self.sizes: dict[Turn, list[int]] = {}  # blocks a message that is on the way
+        self.waiting: list[Turn] = []  # who asked, in this order
+
+    @rule(target=turns_open)
+    def open(self) -> Turn:
+        turn = Turn(self.turns, lambda: None)
+        self.sizes[turn] = []
+        return turn
+
+    @rule(turn=turns_open, num_waiting=st.integers(1, 9))
+    def ask(self, turn: Turn, num_waiting: int) -> None:
+        num_blocks = turn.num_blocks(num_waiting)
+        if turn not in self.waiting:
+            self.waiting.append(turn)
+        assert 0 <= num_blocks <= min(2, num_waiting)
+        if num_blocks:
+            assert self.waiting[0] is turn
+            turn.sent(num_blocks, self.now)
+            self.sizes[turn].append(num_blocks)
+            self.waiting.remove(turn)
+            assert self.pace.in_flight_bytes <= self.pace.bound_bytes
+        elif self.waiting[0] is turn:
+            assert any(self.sizes.values()), "an empty link lets the first go"
+
+    @precondition(lambda self: any(self.sizes.values()))
+    @rule(data=st.data(), elapsed_s=st.sampled_from([0.0, 0.0001, 0.01, 0.2, 0.3, 5.0]))
+    def answer(self, data: st.DataObject, elapsed_s: float) -> None:
+        turn = data.draw(st.sampled_from([turn for turn, sizes in self.sizes.items() if sizes]))
+        self.now += elapsed_s
+        turn.answered(self.now)
+        self.sizes[turn].pop(0)
+
+    @rule(turn=consumes(turns_open))
+    def close(self, turn: Turn) -> None:
+        turn.close()
+        del self.sizes[turn]
+        self.waiting = [other for other in self.waiting if other is not turn]
+
+    @invariant()
+    def all_is_counted(self) -> None:
+        num_blocks = sum(map(sum, self.sizes.values()))
+        assert self.pace.in_flight_bytes == num_blocks * self.turns.block_bytes
+        assert self.turns.block_bytes <= self.pace.bound_bytes <= 4 * self.turns.block_bytes
+        assert num_blocks <= 4
+
+    def teardown(self) -> None:
+        for turn in self.sizes:
+            turn.close()
+        assert self.pace.in_flight_bytes == 0
+        late = Turn(self.turns, lambda: None)
+        assert late.num_blocks(1) == 1, "nobody is left in the line"
+
+
+TestSharedLink = SharedLink.TestCase
+TestSharedLink.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
