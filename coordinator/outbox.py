@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from kvrelay.inference import GenerateEvent, RequestFailed, RequestFinished, TokensGenerated
 from kvrelay.sampling import GeneratedToken
 
-
 MAX_EVENT_TOKENS = 1_000  # some 240 KiB with 20 log-probabilities each; a client's gRPC takes 4 MiB unless told
 
 

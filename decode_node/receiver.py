@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from decode_node.handoff import HandoffChecker, check_identity
 from decode_node.node import DecodeNode, Request
-from kvrelay.errors import CorruptBlockError, DeadlineError
+from kvrelay.errors import CorruptBlockError, DeadlineError, StaleError
 from kvrelay.kv.frame import Frame, FrameKind, decode
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd
 from kvrelay.rpc import convert_decode
@@ -76,8 +76,8 @@ class Receiver:
         """
         node = self._node
         node.reservations.check_receive(begin.reservation_id, begin.attempt, node.clock())
-        if message is None:
-            return None
+        if message is None:  # interrupted: whatever the reservation says, this stream has no more to read
+            raise StaleError(f"attempt {begin.attempt} of reservation {begin.reservation_id} was interrupted")
         frames = decode(message, max_payload_bytes=self._slab_bytes)
         end = frames.pop() if frames[-1].kind is FrameKind.END else None
         for frame in frames:

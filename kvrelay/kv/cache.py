@@ -91,7 +91,8 @@ class PagedKVCache:
     def read_slab(self, block_id: BlockId) -> bytes:
         """A copy of one block's slab, which nobody may be writing: held, its contents final, its step's result taken.
 
-        On CUDA the caller waits for the copy alone (2 MiB take some 50 us over PCIe 5), no computation does.
+        On CUDA the caller waits for the copy alone (2 MiB take some 50 us over PCIe 5). So does a thread that comes to
+        move slabs itself, or to `order_after_writes`, meanwhile; what the device computes does not.
         """
         return bytes(self.view_slabs((block_id,))[0])
 
@@ -99,7 +100,8 @@ class PagedKVCache:
         """Slabs that may not be written to, of blocks that nobody may be writing, as for `read_slab`.
 
         On the CPU they are the blocks' own memory, not copies: the caller must hold the blocks for as long as it looks
-        at them, so it is done with them before its next await. On CUDA they are copies, for which it waits once.
+        at them, so it is done with them before its next await. On CUDA they are copies, for which it waits once for
+        every NUM_STAGING_BUFFERS.
         """
         if self._copies is not None:
             return list(self._copies.read(block_ids))
@@ -172,10 +174,10 @@ class _SlabCopies:
         self._lock = threading.Lock()  # the event loop copies handoffs, the engine thread what it swaps
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """As many at a time as there are buffers, with one wait for all of them."""
+        """As many at a time as there are buffers, with one wait for them; other threads' turns come between."""
         slabs: list[bytes] = []
-        with self._lock:
-            for start in range(0, len(block_ids), len(self._ring)):
+        for start in range(0, len(block_ids), len(self._ring)):
+            with self._lock:
                 filling = [self._start_read(block_id) for block_id in block_ids[start : start + len(self._ring)]]
                 filling[-1].event.synchronize()  # the stream's order makes it the others' too
                 slabs += [bytes(staging.bytes()) for staging in filling]

@@ -18,6 +18,7 @@ from kvrelay.rpc import convert_cluster
 from kvrelay.rpc.absence import Absence
 from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import open_channel
+from kvrelay.types import InstanceId
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ _JoinCall = grpc.aio.StreamStreamCall[cluster_pb2.NodeEvent, cluster_pb2.JoinEve
 class Membership:
     """Keeps `info` joined to the coordinator from `start` to `close`; belongs to the event loop's thread.
 
-    `status` is read each time one is sent: every `interval_s`, and at once after `changed`.
+    `status` is read each time one is sent: every `interval_s`, and at once after `changed`. `is_wanted` is asked about
+    each coordinator that accepts the node; where it says no, the node leaves it and this membership ends for good.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Membership:
         *,
         interval_s: float = 0.5,
         now: Callable[[], float] = time.monotonic,
+        is_wanted: Callable[[InstanceId], bool] = lambda coordinator_id: True,
     ) -> None:
         self._address = coordinator_address
         self._info = info
@@ -50,6 +53,7 @@ class Membership:
         self._joined = asyncio.Event()
         self._left = asyncio.Event()
         self._left.set()
+        self._is_wanted = is_wanted
         self._absence = Absence(coordinator_address, now)
         self._task: asyncio.Task[None] | None = None
 
@@ -85,24 +89,29 @@ class Membership:
             stub = cluster_pb2_grpc.ClusterStub(channel)
             while True:
                 was_accepted, error = await self._join(stub)
+                if error is None:
+                    return
                 if was_accepted:
                     backoff_s = MIN_BACKOFF_S
                 self._set_left(error, was_accepted)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def _join(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> tuple[bool, KVRelayError]:
-        """One stream from its start to its end: whether it was accepted, and why it ended."""
+    async def _join(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> tuple[bool, KVRelayError | None]:
+        """One stream from its start to its end: whether it was accepted, and why it ended; None: it is not wanted."""
         accepted = False
         call = stub.Join()
         reporter = asyncio.create_task(self._report(call), name="membership-report")
         reporter.add_done_callback(lambda done: _end_with(done, call))
         try:
-            async with Replies(call, _event_kind) as events:
-                async for event in events:
-                    if event == "accepted":
-                        accepted = True
-                        self._set_joined()
+            async with Replies(call, _coordinator_id) as coordinator_ids:
+                async for coordinator_id in coordinator_ids:
+                    if coordinator_id is None:
+                        continue
+                    accepted = True
+                    if not self._is_wanted(coordinator_id):
+                        return accepted, None
+                    self._set_joined()
             return accepted, UnavailableError("it ended the stream")
         except KVRelayError as error:
             return accepted, error
@@ -134,8 +143,9 @@ class Membership:
             logger.log(*line)
 
 
-def _event_kind(event: cluster_pb2.JoinEvent) -> str | None:
-    return event.WhichOneof("event")
+def _coordinator_id(event: cluster_pb2.JoinEvent) -> InstanceId | None:
+    """Who accepted the node; None of an event that says something else."""
+    return InstanceId(event.accepted.coordinator_instance_id) if event.WhichOneof("event") == "accepted" else None
 
 
 def _end_with(reporter: asyncio.Task[None], call: Any) -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.errors import UnavailableError
-from kvrelay.messages import NodeRequest
-from kvrelay.sampling import SamplingParams
-from kvrelay.types import RequestId
-from tests.support.answers import ask, holds_nothing, wait_until_quiet
-from tests.support.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
+from kvrelay.inference import TokenPrompt, TokensGenerated
+from tests.support.answers import ANSWER_TIMEOUT_S, ask, holds_nothing, wait_until_quiet
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_requests import expected, greedy, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -43,23 +41,23 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         assert "Traceback" not in started.logs()
 
 
-def prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(len(SPECIAL_TOKENS), VOCAB_SIZE) for _ in range(num_tokens))
+@dataclass(slots=True)
+class Watched:
+    """A request whose answer's beginning can be waited for."""
 
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-
-
-def expected(reference: ReferenceEngine, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    return tuple(reference.answer(NodeRequest(RequestId("reference"), prompt_ids, len(prompt_ids), greedy(max_tokens))))
+    async def ask(self, client: AsyncClient, prompt_ids: tuple[int, ...], max_tokens: int) -> None:
+        events = client.generate(TokenPrompt(prompt_ids), greedy(max_tokens), timeout_s=ANSWER_TIMEOUT_S)
+        async for event in events:
+            if isinstance(event, TokensGenerated):
+                self.has_begun.set()
 
 
 async def test_load_through_both_is_answered_as_by_one_engine_alone(cluster: Cluster, model: Path) -> None:
     """40 requests of up to 15 blocks want far more than the 160 there are: room is taken, given back and found."""
     reference = ReferenceEngine(model)
-    prompts = [prompt(20 + 10 * (number % 12), seed=number % 20) for number in range(40)]
+    prompts = [random_prompt(20 + 10 * (number % 12), seed=number % 20) for number in range(40)]
     async with AsyncExitStack() as closing:
         clients = [await closing.enter_async_context(AsyncClient(address)) for address in cluster.addresses]
         answers = await asyncio.gather(
@@ -76,20 +74,25 @@ async def test_kill_9_of_one_ends_its_streams_and_no_other(cluster: Cluster, mod
     reference = ReferenceEngine(model)
     doomed, alive = cluster.addresses
     async with AsyncClient(doomed) as theirs, AsyncClient(alive) as ours:
-        lost = [asyncio.create_task(ask(theirs, prompt(100, 100 + number), greedy(800))) for number in range(2)]
-        kept = [asyncio.create_task(ask(ours, prompt(100, 200 + number), greedy(300))) for number in range(2)]
-        while sum(node.metric("kvrelay_generation_tokens_total") for node in cluster.coordinators) == 0:
-            await asyncio.sleep(0.05)
+        watched = [Watched(), Watched()]
+        lost = [
+            asyncio.create_task(one.ask(theirs, random_prompt(100, 100 + number), 800))
+            for number, one in enumerate(watched)
+        ]
+        kept = [asyncio.create_task(ask(ours, random_prompt(100, 200 + number), greedy(300))) for number in range(2)]
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            for one in watched:
+                await one.has_begun.wait()
         assert not any(task.done() for task in lost)
         cluster.coordinators[0].kill()
         for task in lost:
             with pytest.raises(UnavailableError):
                 await task
         for number, task in enumerate(kept):
-            assert (await task).token_ids == expected(reference, prompt(100, 200 + number), 300)
+            assert (await task).token_ids == expected(reference, random_prompt(100, 200 + number), 300)
         async with asyncio.timeout(LEASE_S + KEEPALIVE_S):  # and no new traffic meanwhile
             while not holds_nothing(await ours.status(), NUM_NODES):
                 await asyncio.sleep(0.1)
         await asyncio.to_thread(cluster.coordinators[0].restart)
-        answer = await ask(theirs, prompt(100, 300), greedy(20))
-        assert answer.token_ids == expected(reference, prompt(100, 300), 20)
+        answer = await ask(theirs, random_prompt(100, 300), greedy(20))
+        assert answer.token_ids == expected(reference, random_prompt(100, 300), 20)

@@ -7,11 +7,12 @@ import asyncio
 import grpc
 import pytest
 
-from kvrelay.cluster import NodeInfo
+from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, types_pb2
 from kvrelay.rpc import convert_cluster
+from kvrelay.rpc.memberships import Memberships
 from kvrelay.types import InstanceId, Role
-from tests.support.coordinator_ends import ends
+from tests.support.coordinator_ends import TIMEOUT_S, ends
 from tests.support.fake_nodes import ANSWER_IDS, MODEL, FakeDecodeNode, other_model
 
 
@@ -36,6 +37,31 @@ async def test_foreign_model_is_refused_and_told_why() -> None:
         assert (code, error.code) == (grpc.StatusCode.FAILED_PRECONDITION, "foreign_block")
         assert f"model fingerprint {'00' * 32}, but this cluster's is {MODEL.fingerprint}" in error.message
         assert len((await cluster.client.status()).nodes) == 2
+
+
+async def test_a_coordinator_that_is_named_twice_is_joined_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with ends() as cluster:
+        addresses = (cluster.address, cluster.address.replace("127.0.0.1", "localhost"))
+        info = NodeInfo(Role.DECODE_NODE, InstanceId("newcomer"), "127.0.0.1:9", MODEL)
+        num_sent = 0
+
+        def status() -> NodeStatus:
+            nonlocal num_sent
+            num_sent += 1
+            return NodeStatus(ready=True)
+
+        memberships = Memberships(addresses, info, status, interval_s=0.01)
+        await memberships.start()
+        async with asyncio.timeout(TIMEOUT_S):
+            while "lead to the same coordinator" not in caplog.text:
+                await asyncio.sleep(0.01)
+            await cluster.until_status(lambda status: sum(node.status.ready for node in status.nodes) == 3)
+            num_before = num_sent
+            while num_sent < num_before + 20:
+                await asyncio.sleep(0.01)
+        assert [record.levelname for record in caplog.records if "the same coord" in record.message] == ["ERROR"]
+        assert caplog.text.count("refuses this node") <= 1, "pushed out once, before it was known"
+        await memberships.close()
 
 
 async def test_stream_that_is_no_join() -> None:

@@ -309,6 +309,23 @@ async def test_no_block_of_an_old_attempts_message_is_written() -> None:
         await harness.client.release(granted.reservation_id)
 
 
+async def test_an_interrupted_stream_ends_even_where_its_reservation_stands() -> None:
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        begin, *_ = handoff(harness, granted).messages()
+
+        async def messages() -> AsyncIterator[bytes]:
+            yield begin
+            await asyncio.Event().wait()
+
+        events = Receiver(harness.node).receive(messages())
+        assert await anext(events) == BlocksReceived(0, False)
+        harness.node._requests[granted.reservation_id].interrupted.set()
+        with pytest.raises(StaleError, match="was interrupted"):
+            await anext(events)
+        await harness.client.release(granted.reservation_id)
+
+
 async def test_a_sender_that_goes_silent_is_ended_by_the_lease() -> None:
     """It keeps its connection and its call, and nobody else does anything."""
     async with decode_node(lease_s=0.3) as harness, asyncio.timeout(10):

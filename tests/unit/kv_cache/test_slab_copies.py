@@ -87,6 +87,22 @@ def test_slabs_viewed_are_copied_a_ring_at_a_time_with_one_wait(cache: PagedKVCa
     assert views[1] == slab(0)
 
 
+def test_another_thread_has_its_turn_between_two_rings(cache: PagedKVCache, cuda: FakeCuda) -> None:
+    """However many slabs one thread reads, the engine's waits behind one ring of copies at most."""
+
+    class Lock:
+        def __enter__(self) -> None:
+            cuda.log.append("locked")
+
+        def __exit__(self, *exc: object) -> None:
+            cuda.log.append("free")
+
+    assert cache._copies is not None
+    cache._copies._lock = Lock()  # type: ignore[assignment]
+    cache.view_slabs([BlockId(block) for block in (4, 0, 1, 2, 3)])
+    assert [line for line in cuda.log if line in ("locked", "free")] == ["locked", "free"] * 2
+
+
 def test_a_slab_written_is_not(cache: PagedKVCache, cuda: FakeCuda) -> None:
     cache.write_slab(BlockId(2), slab(50))
     assert cuda.log == ["host waits for event 0", "copies records event 0"]  # the first: that the buffer is free
