@@ -17,7 +17,6 @@ from kvrelay.types import Role
 from tests.support.answers import wait_until_quiet
 from tests.support.cluster import Cluster, RoleProcess, running
 from tests.support.reference import ReferenceEngine
-from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_requests import expected, greedy, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(240)]
@@ -26,16 +25,6 @@ NUM_NODES = 4
 BUSY_S = 8
 # Keepalive finds it in 2 to 4 s; the rest is for the answer to go on elsewhere, on cores that much else may share.
 FOUND_AND_RESUMED_S = 8.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from tests.support.answers import ANSWER_TIMEOUT_S, ask, wait_until_quiet
 from tests.support.choices import Choices, collect_choices
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
-from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_requests import expected, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -29,16 +28,6 @@ NUM_NODES = 3
 SEED = 20_251_130
 BLOCK_TOKENS = 16
 COMPUTED = "kvrelay_prefill_tokens_computed_total"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
 
 
 @pytest.fixture(scope="module")

@@ -20,18 +20,12 @@ from tests.support.answers import wait_until_quiet
 from tests.support.cluster import RoleProcess, running
 from tests.support.in_flight import IN_CHUNKS, LONG_ANSWER, InFlight, Reference, Stage, flight, until
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 NUM_NODES = 4
 AT_ONCE_S = 10.0  # on a busy machine; the grace period is 30 s
 BOUND_S = 12.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ from tests.support.in_flight import (
 )
 from tests.support.link_faults import Direction
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -45,11 +44,6 @@ BOUND_S = 12.0
 SILENT_S = 6.0  # longer than keepalive bears, shorter than a member is waited for
 
 seeds = itertools.count(900_000)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

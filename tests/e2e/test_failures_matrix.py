@@ -45,7 +45,6 @@ from tests.support.in_flight import (
     make_prompt,
 )
 from tests.support.proxied_cluster import ProxiedCluster
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -85,11 +84,6 @@ class Run:
     @property
     def ends_clients(self) -> bool:
         return self.role == "coordinator" and self.fault in HURTS
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -21,23 +21,12 @@ from tests.support.answers import ask, wait_until_quiet
 from tests.support.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 NUM_NODES = 2  # that compute
 TIGHT_BLOCKS = 8  # 128 tokens
 LOGPROBS_TOLERANCE = 1e-3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from tests.support.answers import ask, wait_until_quiet
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
 from tests.support.soak import TIMEOUT_S, scaled
-from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_requests import expected, greedy, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT_S)]
@@ -23,16 +22,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT_S)]
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 64  # six prompts of 160 tokens
 NUM_NODES = 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
 
 
 @pytest.fixture(scope="module")

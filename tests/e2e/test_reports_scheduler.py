@@ -49,11 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
-
-
-@pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     shape = Cluster(
         model,

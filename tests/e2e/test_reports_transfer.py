@@ -34,7 +34,6 @@ from tests.support.fault_proxy import FaultProxy
 from tests.support.proxied_cluster import ProxiedCluster
 from tests.support.reference import ReferenceEngine
 from tests.support.soak import TIMEOUT_S, scaled
-from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_requests import (
     answer_or_error,
     ask_until_served,
@@ -52,16 +51,6 @@ NUM_BLOCKS = 64
 CHUNK_BLOCKS = 4
 LEASE_S = 2.0
 STALL_S = 3.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
 
 
 @pytest.fixture(scope="module")

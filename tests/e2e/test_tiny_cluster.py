@@ -19,23 +19,12 @@ from tests.support.answers import Answer, ask, wait_until_quiet
 from tests.support.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 NUM_NODES = 4
 NUM_BLOCKS = 40  # of every node: 640 tokens
 CHUNK_TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> ReferenceEngine:
-    return ReferenceEngine(model)
 
 
 @pytest.fixture(scope="module")

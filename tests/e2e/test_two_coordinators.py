@@ -16,7 +16,6 @@ from kvrelay.inference import TokenPrompt, TokensGenerated
 from tests.support.answers import ANSWER_TIMEOUT_S, ask, holds_nothing, wait_until_quiet
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
-from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_requests import expected, greedy, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -24,11 +23,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NUM_NODES = 4
 LEASE_S = 10.0  # a decode node's default
 KEEPALIVE_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
