@@ -153,7 +153,11 @@ def _parser() -> argparse.ArgumentParser:
         ("--max-tokens", int, "tokens to generate at most"),
         ("--min-tokens", int, "nothing ends the answer before so many tokens"),
         ("--temperature", float, "0 is greedy; up to 2; default 1"),
-        ("--seed", int, "the same seed draws the same tokens where the logits are equal"),
+        (
+            "--seed",
+            int,
+            "the same seed draws the same tokens where logits are equal; in bfloat16: nodes with --weights dtype",
+        ),
         ("--top-k", int, "keep the k likeliest tokens; 0 keeps all"),
         ("--top-p", float, "keep the smallest set with this mass, in (0, 1]"),
         ("--min-p", float, "drop tokens under this share of the likeliest one's probability, in [0, 1]"),

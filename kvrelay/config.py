@@ -98,7 +98,9 @@ class NodeConfig(RoleConfig):
     weights: str = option(
         "file",
         "of a GGUF file: file computes with quantised ones as they are where that is possible (least memory, quick for "
-        "small batches), dtype turns all into dtype when the model is loaded, both keeps both (quick throughout)",
+        "small batches), dtype turns all into dtype when the model is loaded, both keeps both (quick throughout). In "
+        "bfloat16 only dtype gives the same tokens whatever else runs: with file and both logits depend in their last "
+        "bits on how many rows a step has",
         choices=("file", "dtype", "both"),
     )
     decoder: str = option(
@@ -354,8 +356,8 @@ def _convert_addresses(value: Any) -> tuple[str, ...]:
 
 def _check_address(text: str) -> None:
     host, _, port = text.rpartition(":")
-    is_list = any(char in ",;" or char.isspace() for char in host)
-    if text and not (host and not is_list and port.isdigit() and 0 < int(port) <= MAX_PORT):
+    is_more = any(char in ",;/" or char.isspace() for char in host)  # a list, or a URL
+    if text and not (host and not is_more and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise ValueError(text)
 
 

@@ -122,9 +122,10 @@ def test_several_addresses_in_a_file(tmp_path: Path) -> None:
         ),
         ([], {"KVRELAY_COMPRESS": "maybe"}, "KVRELAY_COMPRESS is 'maybe'; allowed is true or false"),
         (["--upstream", "store"], {}, "--upstream is 'store'; allowed is host:port, such as 127.0.0.1:7400"),
+        (["--upstream", "http://a:7400"], {}, "--upstream is 'http://a:7400'; allowed is host:port, such as "),
         *(
             (["--mirrors", text], {}, f"--mirrors is {text!r}; allowed is host:port, or several different ones with ")
-            for text in ("store", "a:1,", ",", "a:1;b:2", "a:1,b", "a:1,a:1", "a:1, ,b:2")
+            for text in ("store", "a:1,", ",", "a:1;b:2", "a:1,b", "a:1,a:1", "a:1, ,b:2", "a:1,http://b:2")
         ),
         ([], {"KVRELAY_KVSTORE_MEMRY_BYTES": "1"}, "KVRELAY_KVSTORE_MEMRY_BYTES is no setting of kvstore; "),
         ([], {"KVRELAY_KVSTORE_MEMRY_BYTES": "1"}, "did you mean memory_bytes?"),
