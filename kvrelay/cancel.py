@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvrelay.client import AsyncClient
 from kvrelay.client_command import make_parser, run, write
+from kvrelay.errors import NotFoundError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,7 +18,11 @@ def main(argv: Sequence[str]) -> int:
 
 async def _cancel(options: argparse.Namespace) -> None:
     async with AsyncClient(options.address) as client:
-        await client.cancel(options.request_id)
+        try:
+            await client.cancel(options.request_id)
+        except NotFoundError as error:
+            where = f"at {options.address}; another coordinator may have it"
+            raise NotFoundError(f"{error.message} {where}") from error
     write(f"cancelled {options.request_id}\n")
 
 

@@ -118,7 +118,11 @@ def up(argv: Sequence[str]) -> int:
     """`kvrelay up`"""
     from kvrelay import up as launcher
 
-    description = "Starts a whole cluster on this machine, one process per role, and stays until Ctrl-C."
+    description = (
+        "Starts a whole cluster on this machine, one process per role, and stays until Ctrl-C. It restarts nothing "
+        "that dies, and ends when the last it started of a role other than the kvstore is gone. To bring a node back "
+        "by hand: kvrelay decode-node --model MODEL --coordinator HOST:PORT --kvstore HOST:PORT (or prefill-node)."
+    )
     parser = argparse.ArgumentParser(prog="kvrelay up", description=description, allow_abbrev=False)
     launcher.add_arguments(parser)
     return launcher.run(parser.parse_args(argv))

@@ -25,7 +25,7 @@ from kvrelay.inference import (
 )
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.rpc import convert_cluster, convert_inference
-from kvrelay.rpc.calls import Replies, answer
+from kvrelay.rpc.calls import Replies, StreamCall, answer
 from kvrelay.rpc.channel import open_channel
 from kvrelay.sampling import SamplingParams
 
@@ -39,6 +39,7 @@ class AsyncClient:
     """Speaks to the coordinator at `address` (host:port). Belongs to one event loop."""
 
     def __init__(self, address: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._address = address
         self._channel = open_channel(address)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -74,7 +75,7 @@ class AsyncClient:
         """
         request = GenerateRequest(prompt, sampling or SamplingParams(), request_id, model, n)
         call = self._inference.Generate(convert_inference.generate_request_to_pb(request), timeout=timeout_s)
-        async with Replies(call, convert_inference.generate_event_from_pb) as events:
+        async with _AnswerReplies(call, self._address) as events:
             async for event in events:
                 if isinstance(event, RequestFailed):
                     raise convert_inference.error_of(event)
@@ -105,6 +106,28 @@ class AsyncClient:
     async def status(self) -> ClusterStatus:
         call = self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=self._timeout_s)
         return await answer(call, convert_cluster.cluster_status_from_pb)
+
+
+class _AnswerReplies(Replies[AnswerEvent | RequestFailed]):
+    """Where the connection breaks once the answer has begun, the error says so."""
+
+    def __init__(self, call: StreamCall, address: str) -> None:
+        super().__init__(call, convert_inference.generate_event_from_pb)
+        self._address = address
+        self._has_begun = False
+
+    async def __anext__(self) -> AnswerEvent | RequestFailed:
+        try:
+            event = await super().__anext__()
+        except UnavailableError as error:
+            if not self._has_begun:
+                raise
+            raise UnavailableError(
+                f"the coordinator at {self._address} went away in the middle of the answer ({error.message}); "
+                "ask again, or another one"
+            ) from error
+        self._has_begun = True
+        return event
 
 
 class Client:

@@ -239,7 +239,10 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
         f'  {program} ask{where} --json --temperature 0 --max-tokens 16 --raw "1, 2, 3,"',
     ]
     logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
-    return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, "", logs, ""])
+    note = []
+    if roles[1].role is Role.COORDINATOR:
+        note = ["", "A request's id belongs to the coordinator it was sent to: cancel it there, by --address."]
+    return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, *note, "", logs, ""])
 
 
 def _program() -> str:

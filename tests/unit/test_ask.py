@@ -11,13 +11,14 @@ import pytest
 
 from kvrelay import ask
 from kvrelay.answer_printer import AnswerPrinter
-from kvrelay.client import AnswerEvent
+from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.client_command import write
 from kvrelay.errors import InvalidRequestError, UnavailableError
-from kvrelay.inference import TokensGenerated
+from kvrelay.inference import RequestAccepted, TextPrompt, TokensGenerated
 from kvrelay.sampling import GeneratedToken
 from tests.support.coordinator_ends import ends
 from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
+from tests.support.fault_proxy import FaultProxy
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,21 @@ async def test_what_ends_an_answer_early_has_a_line_of_its_own(capsys: pytest.Ca
     with pytest.raises(UnavailableError):
         await ask._collect(events(), AnswerPrinter(1, write))
     assert capsys.readouterr().out == "half an ans\n"
+
+
+async def test_a_coordinator_that_goes_away_in_the_middle_is_named() -> None:
+    async with ends() as cluster:
+        cluster.decode[0].at["token"].hold()
+        with FaultProxy(int(cluster.address.rpartition(":")[2]), frames=False) as proxy:
+            async with AsyncClient(proxy.address) as client:
+                events = client.generate(TextPrompt("hello"))
+                assert isinstance(await anext(events), RequestAccepted)
+                await asyncio.to_thread(proxy.cut)
+                with pytest.raises(UnavailableError) as caught:
+                    await anext(events)
+    said = caught.value.message
+    assert said.startswith(f"the coordinator at {proxy.address} went away in the middle of the answer (")
+    assert said.endswith("); ask again, or another one")
 
 
 async def test_no_whole_answer_in_the_time_given(capsys: pytest.CaptureFixture[str]) -> None:

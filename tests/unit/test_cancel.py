@@ -26,7 +26,8 @@ async def test_a_running_request_ends_and_its_caller_hears_of_it(capsys: pytest.
 async def test_a_request_that_does_not_run_is_one_line_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     async with ends() as cluster:
         assert await asyncio.to_thread(cancel.main, ["other", "--address", cluster.address]) == 1
-    assert capsys.readouterr() == ("", "kvrelay cancel: no request with the id 'other' is running\n")
+    what = f"no request with the id 'other' is running at {cluster.address}; another coordinator may have it"
+    assert capsys.readouterr() == ("", f"kvrelay cancel: {what}\n")
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,12 @@ def test_every_node_and_the_store_join_every_coordinator() -> None:
     up.check_settings([role for role in roles if role.role is Role.KVSTORE])
 
 
+@pytest.mark.parametrize(("flags", "told"), [([], False), (["--coordinators", "2"], True)])
+def test_several_coordinators_are_told_to_know_only_their_own_requests(flags: list[str], told: bool) -> None:
+    banner = up._how_to_use(up.plan(options(*flags), Path("/m"), Path("/d")), Path("/d"))
+    assert ("A request's id belongs to the coordinator it was sent to" in banner) is told
+
+
 @pytest.mark.parametrize(
     ("cores", "flags", "threads"),
     [
