@@ -33,6 +33,7 @@ class Cluster:
         self.presence = Presence()
         self._caches = {role: PrefixIndex() for role in (Role.PREFILL_NODE, Role.DECODE_NODE)}
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
+        self._ends_streams = False
         self._timer: asyncio.TimerHandle | None = None
         self._second_look: asyncio.TimerHandle | None = None
 
@@ -54,8 +55,16 @@ class Cluster:
     def disconnect(self, member: Member) -> None:
         """Its Join stream ended: nothing new goes there until it joins again; the work it does for us goes on until its
         own stream breaks, or the node was silent for too long."""
+        if self.members.has(member) and not self._ends_streams:
+            how, level = ("ended", logging.INFO) if member.status.draining else ("broke", logging.WARNING)
+            name = f"{member.info.role.value} {member.info.address}"
+            logger.log(level, "%s left: its stream %s; it gets nothing new", name, how)
         self.members.disconnect(member)
         self._change()
+
+    def will_end_streams(self) -> None:
+        """This coordinator stops: that Join streams end is no news of their nodes any more."""
+        self._ends_streams = True
 
     def look_again(self) -> None:
         """A request found no room. Soon it is worth another try, whatever the nodes tell: one that could not be

@@ -51,7 +51,10 @@ class Coordinator:
         self._changed()
 
     async def drain(self, deadline_s: float) -> None:
-        await self.door.drain(deadline_s)
+        try:
+            await self.door.drain(deadline_s)
+        finally:
+            self._cluster.will_end_streams()
 
     async def close(self) -> None:
         await self.door.drain(0.0)

@@ -61,11 +61,15 @@ class Members:
 
     def update(self, member: Member, status: NodeStatus, now: float) -> bool:
         """Notes a status; True when it may mean more room. Raises StaleError when the node is no member."""
-        if self._members.get(member.info.instance_id) is not member:
+        if not self.has(member):
             raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
         changed = member.status != status or member.num_assigned > 0
         member.status, member.last_seen, member.num_assigned = status, now, 0
         return changed
+
+    def has(self, member: Member) -> bool:
+        """Whether it is the current one of its process: not lost, nor replaced when its process joined again."""
+        return self._members.get(member.info.instance_id) is member
 
     def disconnect(self, member: Member) -> None:
         """Its Join stream ended. Not ready from now on, and gone in a while unless it joins again before."""
@@ -73,7 +77,7 @@ class Members:
 
     def remove(self, member: Member) -> None:
         """Its process is gone."""
-        if self._members.get(member.info.instance_id) is member:
+        if self.has(member):
             del self._members[member.info.instance_id]
 
     def expire(self, now: float) -> list[Member]:

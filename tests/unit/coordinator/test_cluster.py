@@ -117,6 +117,27 @@ async def test_a_leaving_nodes_failures_do_not_count(leave: str) -> None:
     cluster.close()
 
 
+async def test_a_broken_stream_is_logged_once_and_not_that_of_a_node_that_joined_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
+    member, drained = usable(cluster, "node"), usable(cluster, "drained", "10.0.0.2:7420")
+    cluster.disconnect(member)
+    usable(cluster, "node")
+    cluster.disconnect(member)  # the old stream's end comes late
+    cluster.update(drained, NodeStatus(ready=True, draining=True))
+    cluster.disconnect(drained)
+    stays = usable(cluster, "stays", "10.0.0.3:7420")
+    cluster.will_end_streams()
+    cluster.disconnect(stays)
+    assert [(record.levelname, record.message) for record in caplog.records if " left: " in record.message] == [
+        ("WARNING", "decode-node 10.0.0.1:7420 left: its stream broke; it gets nothing new"),
+        ("INFO", "decode-node 10.0.0.2:7420 left: its stream ended; it gets nothing new"),
+    ]
+    cluster.close()
+
+
 async def test_a_node_that_joins_again_keeps_its_failures() -> None:
     cluster = Cluster(Members(timeout_s=60.0), Nodes(), lambda: None)
     member = usable(cluster, "node")
