@@ -31,6 +31,15 @@ class Violation:
     attempt: Try | None = None
 
 
+def what_comes(seconds: float) -> str:
+    """How long a run takes in all, and what the words of its lines mean."""
+    return (
+        f"{seconds:g} s of load and faults, and one to three minutes before and after: to start, to compute the "
+        f"answers, to come to rest and to stop; in all {seconds / 60 + 1:.0f} to {seconds / 60 + 3:.0f} minutes\n"
+        '"failed honestly": the request\'s own coordinator was struck and the client was told so; it asks the other one'
+    )
+
+
 def progress(started: float, load: Load, saboteur: Saboteur, num_violations: int) -> str:
     counts = Counter(one.outcome for one in load.tries)
     now = ", ".join(f"{fault.kind.value} {fault.victim.name}" for fault in saboteur.active) or "no fault"

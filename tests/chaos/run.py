@@ -58,6 +58,7 @@ class ChaosRun:
         faults = plan_faults(settings.seed, settings.seconds, settings.kinds, settings.shape.victims)
         self._say(f"seed {settings.seed}; again: {settings.command}")
         self._say(f"logs in {settings.directory}; {len(faults)} faults planned")
+        self._say(report.what_comes(settings.seconds))
         expected = await self._prepare()
         self._started = time.monotonic()
         saboteur = Saboteur(self._cluster, faults, self._complain)
@@ -89,15 +90,21 @@ class ChaosRun:
                 pool, compute_expected, settings.model, shapes, settings.sizes.num_blocks, settings.sizes.eos_token_ids
             )
             try:
+                self._say(f"starting the cluster, and computing {settings.num_shapes} answers to compare with")
                 await self._cluster.open()
-                self._say(f"the cluster is up; computing {settings.num_shapes} answers to compare with")
-                expected = await computing
+                self._say("the cluster is up")
+                expected = await self._say_until_done(computing)
             finally:
                 computing.cancel()
         for victim in self._cluster.shape.victims:
             if not await self._cluster.wait_whole(victim, PROGRESS_S * 6):
                 self._complain_now(f"{victim.name} did not join")
         return expected
+
+    async def _say_until_done(self, computing: asyncio.Future[list[Expected]]) -> list[Expected]:
+        while not (await asyncio.wait({computing}, timeout=PROGRESS_S))[0]:
+            self._say("... still computing the answers to compare with")
+        return await computing
 
     async def _load_and_strike(self, load: Load, saboteur: Saboteur) -> None:
         loading = asyncio.create_task(load.run())
