@@ -5,6 +5,9 @@ so what all handoffs of a link have on the way together decides how late a ping 
 the ping timeout (2 s). The rate is measured as BBR does (draft-ietf-ccwg-bbr): what was answered from a message's
 sending to its answer, over the time from the answer before it. The bound starts small, at most doubles with an answer
 that came in time (slow start, as in RFC 5681), and falls at once to what the link carries when one came late.
+
+A connection delivers in order. So an answer to anything shows that all that was sent before it has arrived, and what a
+stream leaves unanswered for reasons of its own does not hold up the others.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ FIRST_BYTES = 2**17  # for a link not known yet: 0.7 s at 0.2 MB/s
 MESSAGES = 2  # full ones, at most; a third gains no throughput and costs latency to everyone on the connection
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sent:
     """A message on the way, with what was known when it left."""
 
@@ -38,6 +41,7 @@ class Pace:
         self._answered_at = 0.0
         self.bound_bytes = self._within(FIRST_BYTES)
         self.in_flight_bytes = 0
+        self._on_the_way: list[Sent] = []  # in the order of sending
 
     @property
     def message_bytes(self) -> int:
@@ -53,11 +57,22 @@ class Pace:
         if self.in_flight_bytes == 0:
             self._answered_at = now  # the link was idle: that time says nothing about it
         self.in_flight_bytes += num_bytes
-        return Sent(num_bytes, now, self._answered_bytes, self._answered_at)
+        message = Sent(num_bytes, now, self._answered_bytes, self._answered_at)
+        self._on_the_way.append(message)
+        return message
+
+    def arrived_before(self, sent_at: float) -> None:
+        """Something sent at that time was answered: what left sooner has arrived, answered or not."""
+        for message in [message for message in self._on_the_way if message.sent_at < sent_at]:
+            self._answered_bytes += message.num_bytes
+            self.forgotten(message)
 
     def answered(self, message: Sent, now: float) -> None:
-        """Its bytes have arrived."""
-        self.in_flight_bytes -= message.num_bytes
+        """Its bytes have arrived. Where that was known before, its answer says nothing about the link."""
+        self.arrived_before(message.sent_at)
+        if message not in self._on_the_way:
+            return
+        self.forgotten(message)
         self._answered_bytes += message.num_bytes
         self._answered_at = now
         carried = self._carries(self._answered_bytes - message.answered_bytes, now - message.answered_at)
@@ -67,8 +82,11 @@ class Pace:
             self.bound_bytes = self._within(min(2 * self.bound_bytes, carried))
 
     def forgotten(self, message: Sent) -> None:
-        """Its stream is over: what has not left yet never will, and no answer comes."""
-        self.in_flight_bytes -= message.num_bytes
+        """It is not waited for: its stream is over, what has not left yet never will, and no answer comes. Twice is no
+        error."""
+        if message in self._on_the_way:
+            self._on_the_way.remove(message)
+            self.in_flight_bytes -= message.num_bytes
 
     def _carries(self, num_bytes: int, seconds: float) -> int:
         """In TARGET_S, at this rate."""

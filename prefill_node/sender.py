@@ -69,6 +69,7 @@ NO_HANDOFF = HandoffReport(0.0, 0, 0.0)
 class _Unanswered:
     num_sent: int  # blocks up to and with the message
     took_turn: bool  # it has blocks
+    sent_at: float
 
 
 class HandoffSender:
@@ -207,7 +208,7 @@ class HandoffSender:
             reader.result()
 
     async def _write(self, reader: asyncio.Task[None], message: bytes, *, took_turn: bool = False) -> None:
-        self._unanswered.append(_Unanswered(self._num_sent, took_turn))
+        self._unanswered.append(_Unanswered(self._num_sent, took_turn, self._clock()))
         if len(self._unanswered) == 1:
             self._expect_answer()
         try:
@@ -243,6 +244,8 @@ class HandoffSender:
             raise CorruptBlockError(f"it answers for {event.num_blocks} blocks; {num_blocks} were due")
         if message.took_turn:
             self._turn.answered(self._clock())
+        else:
+            self._turn.arrived_before(message.sent_at)
         self._committed = event.committed and self._end_written
         self._expect_answer()
         self._progress.notify()

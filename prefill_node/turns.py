@@ -32,7 +32,7 @@ class Turns:
         """Out of the queue; no error if it is not in there."""
         if turn in self._queue:
             self._queue.remove(turn)
-        self.changed()
+            self.changed()
 
     def changed(self) -> None:
         """Tells the first in line that its message may go now."""
@@ -54,6 +54,10 @@ class Turn:
         the link is full. Asking takes a place in the line."""
         block_bytes, pace = self._turns.block_bytes, self._turns.pace
         num_blocks = min(num_waiting, pace.message_bytes // block_bytes)
+        unanswered_bytes = sum(message.num_bytes for message in self._on_the_way)
+        if unanswered_bytes and unanswered_bytes + num_blocks * block_bytes > pace.bound_bytes:
+            self._turns.leave(self)  # it has its share, whether or not the link is known to have delivered it
+            return 0
         return num_blocks if self._turns.is_first(self) and pace.fits(num_blocks * block_bytes) else 0
 
     def sent(self, num_blocks: int, now: float) -> None:
@@ -66,8 +70,14 @@ class Turn:
         self._turns.pace.answered(self._on_the_way.popleft(), now)
         self._turns.changed()
 
+    def arrived_before(self, sent_at: float) -> None:
+        """A message without a turn, sent at that time, was answered."""
+        self._turns.pace.arrived_before(sent_at)
+        self._turns.changed()
+
     def close(self) -> None:
         """The handoff is over, however it ended."""
         while self._on_the_way:
             self._turns.pace.forgotten(self._on_the_way.popleft())
         self._turns.leave(self)
+        self._turns.changed()

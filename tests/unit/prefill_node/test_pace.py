@@ -130,3 +130,17 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
     pace = Pace(KIB, MIB)
     pace.answered(pace.sent(KIB, 1.0), 1.0)
     assert pace.in_flight_bytes == 0
+
+
+def test_what_was_sent_before_something_answered_is_not_on_the_way_any_more() -> None:
+    """Its own answer may be late for reasons of its stream, and then says nothing about the link."""
+    pace = Pace(KIB, 1024 * KIB)
+    first, second = pace.sent(64 * KIB, 1.0), pace.sent(64 * KIB, 1.1)
+    assert not pace.fits(KIB)
+    pace.arrived_before(1.1)
+    assert (pace.in_flight_bytes, pace.fits(64 * KIB)) == (64 * KIB, True)
+    pace.answered(second, 1.101)
+    bound_bytes = pace.bound_bytes
+    pace.answered(first, 30.0)
+    pace.forgotten(first)
+    assert (pace.in_flight_bytes, pace.bound_bytes) == (0, bound_bytes)
