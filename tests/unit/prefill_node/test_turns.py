@@ -141,6 +141,16 @@ TestSharedLink = SharedLink.TestCase
 TestSharedLink.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
+def test_the_next_in_line_is_told_when_a_handoff_ends_that_filled_the_link() -> None:
+    (first, second), told = open_turns(known_link(SLAB), 2)
+    for _ in range(2):
+        first.sent(first.num_blocks(9), 0.0)
+    assert second.num_blocks(9) == 0
+    first.close()
+    assert told == [1]
+    assert second.num_blocks(9) == 2
+
+
 def test_streams_that_are_left_unanswered_do_not_hold_up_the_others() -> None:
     """They fill the link; then another one's BEGIN, which takes no turn, is answered: theirs have arrived."""
     turns = Turns(slab_bytes=1_000)
