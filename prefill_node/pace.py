@@ -7,7 +7,8 @@ sending to its answer, over the time from the answer before it. The bound starts
 that came in time (slow start, as in RFC 5681), and falls at once to what the link carries when one came late.
 
 A connection delivers in order. So an answer to anything shows that all that was sent before it has arrived, and what a
-stream leaves unanswered for reasons of its own does not hold up the others.
+stream leaves unanswered for reasons of its own does not hold up the others. (Streams overtake each other only before
+gRPC has given their bytes to the socket; by no more than each stream's own bound, see Turn.)
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ class Turn:
         self._on_the_way: deque[Sent] = deque()
 
     def num_blocks(self, num_waiting: int) -> int:
-        """How many of the blocks that wait (at least one) are to leave now, as one message; 0 while others are first or
-        the link is full. Asking takes a place in the line."""
+        """How many of the blocks that wait (at least one) are to leave now, as one message; 0 while others are first,
+        the link is full, or as much of its own as the link's bound is unanswered. Asking takes a place in the line,
+        except in the last case."""
         block_bytes, pace = self._turns.block_bytes, self._turns.pace
         num_blocks = min(num_waiting, pace.message_bytes // block_bytes)
         unanswered_bytes = sum(message.num_bytes for message in self._on_the_way)

@@ -300,8 +300,9 @@ async def test_a_prompt_that_is_slow_to_compute_is_no_stall(handoff: Handoff) ->
     sending = asyncio.create_task(handoff.send(32, stall_s=0.1))
     await handoff.receiver.wait_for_blocks(1)
     await asyncio.wait([sending], timeout=0.3)  # three times as long as any answer may take
+    assert not sending.done()
     handoff.compute(32, TOKEN)
-    await sending
+    assert (await sending).num_bytes == 2 * handoff.model.layout.slab_bytes
 
 
 async def test_an_answer_for_other_blocks_than_were_sent_is_refused(handoff: Handoff) -> None:
