@@ -80,6 +80,9 @@ class GenerateRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PUBLIC_CACHE_FIELD_NUMBER: _builtins.int
+    CACHE_TTL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; 1 to 128 printable ASCII characters; empty: the coordinator chooses one."""
     model: _builtins.str
@@ -89,6 +92,16 @@ class GenerateRequest(_message.Message):
     n: _builtins.int
     """Answers to compute, 1 to 128; 0: one. Answer 0 draws with the seed, answer i with a seed hashed from it and i, which
     alone would give the same tokens. With temperature 0 all are equal. Each waits for room and counts in the queue.
+    """
+    cache_salt: _builtins.str
+    """Requests share cached KV only within one tenant, and in it only if they name the same salt; at most 128 bytes of UTF-8."""
+    public_cache: _builtins.str
+    """Shares cached KV with every tenant that names the same public namespace; at most 128 bytes of UTF-8; empty: private.
+    Not together with cache_salt.
+    """
+    cache_ttl_s: _builtins.float
+    """How long a kvstore keeps the prompt's blocks after their last use, in seconds; unset: the tenant's default; 0: no end
+    but eviction. At least 0, finite.
     """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
@@ -112,13 +125,21 @@ class GenerateRequest(_message.Message):
         chat: Global___Chat | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         n: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
+        public_cache: _builtins.str = ...,
+        cache_ttl_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_ttl_s: _TypeAlias = _typing.Literal["cache_ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__cache_ttl_s: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_ttl_s) -> _WhichOneofReturnType__cache_ttl_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/pb/kvstore.proto\x12\nkvrelay.pb\"G\n\x0eStoreNamespace\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x02 \x01(\t\"a\n\x0cMatchRequest\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"-\n\nMatchReply\x12\x1f\n\x05tiers\x18\x01 \x03(\x0e\x32\x10.kvrelay.pb.Tier\"Q\n\nGetRequest\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"9\n\x08PutBegin\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\"H\n\x08PutReply\x12\x12\n\nnum_stored\x18\x01 \x01(\r\x12\x13\n\x0bnum_present\x18\x02 \x01(\r\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\"\x0e\n\x0cStatsRequest\"k\n\tTierStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x11\n\tevictions\x18\x05 \x01(\x04\"\x91\x01\n\nStatsReply\x12%\n\x06memory\x18\x01 \x01(\x0b\x32\x15.kvrelay.pb.TierStats\x12#\n\x04\x64isk\x18\x02 \x01(\x0b\x32\x15.kvrelay.pb.TierStats\x12\x0e\n\x06misses\x18\x03 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x04\x12\x16\n\x0ewrite_failures\x18\x05 \x01(\x04*5\n\x04Tier\x12\r\n\tTIER_NONE\x10\x00\x12\x0f\n\x0bTIER_MEMORY\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\x7f\n\x07KVStore\x12\x39\n\x05Match\x12\x18.kvrelay.pb.MatchRequest\x1a\x16.kvrelay.pb.MatchReply\x12\x39\n\x05Stats\x12\x18.kvrelay.pb.StatsRequest\x1a\x16.kvrelay.pb.StatsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/pb/kvstore.proto\x12\nkvrelay.pb\"G\n\x0eStoreNamespace\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x02 \x01(\t\"a\n\x0cMatchRequest\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"-\n\nMatchReply\x12\x1f\n\x05tiers\x18\x01 \x03(\x0e\x32\x10.kvrelay.pb.Tier\"Q\n\nGetRequest\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\x95\x01\n\x08PutBegin\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\x05ttl_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rparent_hashes\x18\x04 \x03(\x0c\x12\x15\n\rchain_indexes\x18\x05 \x03(\rB\x08\n\x06_ttl_s\"H\n\x08PutReply\x12\x12\n\nnum_stored\x18\x01 \x01(\r\x12\x13\n\x0bnum_present\x18\x02 \x01(\r\x12\x13\n\x0bnum_refused\x18\x03 \x01(\r\"`\n\nPinRequest\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvrelay.pb.StoreNamespace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\r\n\x05pin_s\x18\x03 \x01(\x01\"\x1e\n\x08PinReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"r\n\rDeleteRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\x15\n\x08unused_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0b\n\t_unused_s\"4\n\x0b\x44\x65leteReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"8\n\x0bListRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\"\xf9\x01\n\x0fStoredBlockInfo\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63hain_index\x18\x03 \x01(\r\x12\x15\n\rnamespace_key\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x1e\n\x04tier\x18\x06 \x01(\x0e\x32\x10.kvrelay.pb.Tier\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x10\n\x08unused_s\x18\x08 \x01(\x01\x12\x19\n\x0c\x65xpires_in_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08pinned_s\x18\n \x01(\x01\x42\x0f\n\r_expires_in_s\"8\n\tListReply\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.kvrelay.pb.StoredBlockInfo\"\x0f\n\rVerifyRequest\"G\n\x0bVerifyReply\x12\x10\n\x08num_done\x18\x01 \x01(\x04\x12\x11\n\tnum_total\x18\x02 \x01(\x04\x12\x13\n\x0bnum_corrupt\x18\x03 \x01(\x04\"\x10\n\x0e\x43ompactRequest\"L\n\x0c\x43ompactReply\x12\x10\n\x08num_done\x18\x01 \x01(\x04\x12\x11\n\tnum_total\x18\x02 \x01(\x04\x12\x17\n\x0fnum_freed_bytes\x18\x03 \x01(\x04\"\x0e\n\x0cStatsRequest\"k\n\tTierStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x11\n\tevictions\x18\x05 \x01(\x04\"}\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12memory_quota_bytes\x18\x03 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x04 \x01(\x04\x12\x18\n\x10\x64isk_quota_bytes\x18\x05 \x01(\x04\"\xf4\x01\n\nStatsReply\x12%\n\x06memory\x18\x01 \x01(\x0b\x32\x15.kvrelay.pb.TierStats\x12#\n\x04\x64isk\x18\x02 \x01(\x0b\x32\x15.kvrelay.pb.TierStats\x12\x0e\n\x06misses\x18\x03 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x04\x12\x16\n\x0ewrite_failures\x18\x05 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x04\x12\x12\n\nnum_pinned\x18\x07 \x01(\x04\x12\x12\n\nfile_bytes\x18\x08 \x01(\x04\x12(\n\x07tenants\x18\t \x03(\x0b\x32\x17.kvrelay.pb.TenantStats*5\n\x04Tier\x12\r\n\tTIER_NONE\x10\x00\x12\x0f\n\x0bTIER_MEMORY\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\xaf\x03\n\x07KVStore\x12\x39\n\x05Match\x12\x18.kvrelay.pb.MatchRequest\x1a\x16.kvrelay.pb.MatchReply\x12\x39\n\x05Stats\x12\x18.kvrelay.pb.StatsRequest\x1a\x16.kvrelay.pb.StatsReply\x12\x33\n\x03Pin\x12\x16.kvrelay.pb.PinRequest\x1a\x14.kvrelay.pb.PinReply\x12<\n\x06\x44\x65lete\x12\x19.kvrelay.pb.DeleteRequest\x1a\x17.kvrelay.pb.DeleteReply\x12\x38\n\x04List\x12\x17.kvrelay.pb.ListRequest\x1a\x15.kvrelay.pb.ListReply0\x01\x12>\n\x06Verify\x12\x19.kvrelay.pb.VerifyRequest\x1a\x17.kvrelay.pb.VerifyReply0\x01\x12\x41\n\x07\x43ompact\x12\x1a.kvrelay.pb.CompactRequest\x1a\x18.kvrelay.pb.CompactReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.pb.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=748
-  _globals['_TIER']._serialized_end=801
+  _globals['_TIER']._serialized_start=1921
+  _globals['_TIER']._serialized_end=1974
   _globals['_STORENAMESPACE']._serialized_start=40
   _globals['_STORENAMESPACE']._serialized_end=111
   _globals['_MATCHREQUEST']._serialized_start=113
@@ -41,16 +41,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MATCHREPLY']._serialized_end=257
   _globals['_GETREQUEST']._serialized_start=259
   _globals['_GETREQUEST']._serialized_end=340
-  _globals['_PUTBEGIN']._serialized_start=342
-  _globals['_PUTBEGIN']._serialized_end=399
-  _globals['_PUTREPLY']._serialized_start=401
-  _globals['_PUTREPLY']._serialized_end=473
-  _globals['_STATSREQUEST']._serialized_start=475
-  _globals['_STATSREQUEST']._serialized_end=489
-  _globals['_TIERSTATS']._serialized_start=491
-  _globals['_TIERSTATS']._serialized_end=598
-  _globals['_STATSREPLY']._serialized_start=601
-  _globals['_STATSREPLY']._serialized_end=746
-  _globals['_KVSTORE']._serialized_start=803
-  _globals['_KVSTORE']._serialized_end=930
+  _globals['_PUTBEGIN']._serialized_start=343
+  _globals['_PUTBEGIN']._serialized_end=492
+  _globals['_PUTREPLY']._serialized_start=494
+  _globals['_PUTREPLY']._serialized_end=566
+  _globals['_PINREQUEST']._serialized_start=568
+  _globals['_PINREQUEST']._serialized_end=664
+  _globals['_PINREPLY']._serialized_start=666
+  _globals['_PINREPLY']._serialized_end=696
+  _globals['_DELETEREQUEST']._serialized_start=698
+  _globals['_DELETEREQUEST']._serialized_end=812
+  _globals['_DELETEREPLY']._serialized_start=814
+  _globals['_DELETEREPLY']._serialized_end=866
+  _globals['_LISTREQUEST']._serialized_start=868
+  _globals['_LISTREQUEST']._serialized_end=924
+  _globals['_STOREDBLOCKINFO']._serialized_start=927
+  _globals['_STOREDBLOCKINFO']._serialized_end=1176
+  _globals['_LISTREPLY']._serialized_start=1178
+  _globals['_LISTREPLY']._serialized_end=1234
+  _globals['_VERIFYREQUEST']._serialized_start=1236
+  _globals['_VERIFYREQUEST']._serialized_end=1251
+  _globals['_VERIFYREPLY']._serialized_start=1253
+  _globals['_VERIFYREPLY']._serialized_end=1324
+  _globals['_COMPACTREQUEST']._serialized_start=1326
+  _globals['_COMPACTREQUEST']._serialized_end=1342
+  _globals['_COMPACTREPLY']._serialized_start=1344
+  _globals['_COMPACTREPLY']._serialized_end=1420
+  _globals['_STATSREQUEST']._serialized_start=1422
+  _globals['_STATSREQUEST']._serialized_end=1436
+  _globals['_TIERSTATS']._serialized_start=1438
+  _globals['_TIERSTATS']._serialized_end=1545
+  _globals['_TENANTSTATS']._serialized_start=1547
+  _globals['_TENANTSTATS']._serialized_end=1672
+  _globals['_STATSREPLY']._serialized_start=1675
+  _globals['_STATSREPLY']._serialized_end=1919
+  _globals['_KVSTORE']._serialized_start=1977
+  _globals['_KVSTORE']._serialized_end=2408
 # @@protoc_insertion_point(module_scope)

@@ -154,20 +154,46 @@ class PutBegin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    CHAIN_INDEXES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose quota they count against; at most 64 characters; empty: "default"."""
+    ttl_s: _builtins.float
+    """How long they stay after their last use, in seconds; unset: the store's default for the tenant; 0: no end but
+    eviction. At least 0, finite.
+    """
     @_builtins.property
     def namespace(self) -> Global___StoreNamespace:
         """Where the blocks belong."""
+
+    @_builtins.property
+    def parent_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One for each block that follows, in their order: the hash before it in its chain; the chain's root for a first block.
+        32 bytes each. A block whose parent is neither held nor in this stream is refused, a chain's root apart.
+        """
+
+    @_builtins.property
+    def chain_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Parallel to parent_hashes: the block's place in its chain, 0 for a first block."""
 
     def __init__(
         self,
         *,
         namespace: Global___StoreNamespace | None = ...,
+        tenant: _builtins.str = ...,
+        ttl_s: _builtins.float | None = ...,
+        parent_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        chain_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "namespace", b"namespace", "ttl_s", b"ttl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s", "chain_indexes", b"chain_indexes", "namespace", b"namespace", "parent_hashes", b"parent_hashes", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
 
 Global___PutBegin: _TypeAlias = PutBegin  # noqa: Y015
 
@@ -198,6 +224,310 @@ class PutReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutReply: _TypeAlias = PutReply  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PIN_S_FIELD_NUMBER: _builtins.int
+    pin_s: _builtins.float
+    """From now; replaces what was set before. 0 unpins. At least 0, at most 604,800 (a week)."""
+    @_builtins.property
+    def namespace(self) -> Global___StoreNamespace:
+        """Where to look."""
+
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """32 bytes each; at most 65,536."""
+
+    def __init__(
+        self,
+        *,
+        namespace: Global___StoreNamespace | None = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        pin_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "namespace", b"namespace", "pin_s", b"pin_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks of the request that are held, and so are pinned now (or no more)."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
+
+@_typing.final
+class DeleteRequest(_message.Message):
+    """A block must match every field that is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    UNUSED_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Blocks this tenant put there."""
+    model_fingerprint: _builtins.str
+    """Blocks of this model, in whatever layout; hex."""
+    block_hash: _builtins.bytes
+    """This block and all that follow it in their chains; 32 bytes."""
+    unused_s: _builtins.float
+    """Blocks not used for longer than this, in seconds; at least 0."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        block_hash: _builtins.bytes = ...,
+        unused_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unused_s", b"_unused_s", "unused_s", b"unused_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unused_s", b"_unused_s", "block_hash", b"block_hash", "model_fingerprint", b"model_fingerprint", "tenant", b"tenant", "unused_s", b"unused_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__unused_s: _TypeAlias = _typing.Literal["unused_s"]  # noqa: Y015
+    _WhichOneofArgType__unused_s: _TypeAlias = _typing.Literal["_unused_s", b"_unused_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unused_s) -> _WhichOneofReturnType__unused_s | None: ...
+
+Global___DeleteRequest: _TypeAlias = DeleteRequest  # noqa: Y015
+
+@_typing.final
+class DeleteReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks dropped from all tiers, pinned ones included; a block in both tiers counts once."""
+    num_bytes: _builtins.int
+    """Their slab bytes."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteReply: _TypeAlias = DeleteReply  # noqa: Y015
+
+@_typing.final
+class ListRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Only this tenant's; empty: all."""
+    model_fingerprint: _builtins.str
+    """Only of this model; hex; empty: all."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
+
+@_typing.final
+class StoredBlockInfo(_message.Message):
+    """One block that is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    PARENT_HASH_FIELD_NUMBER: _builtins.int
+    CHAIN_INDEX_FIELD_NUMBER: _builtins.int
+    NAMESPACE_KEY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    UNUSED_S_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    PINNED_S_FIELD_NUMBER: _builtins.int
+    block_hash: _builtins.bytes
+    """32 bytes."""
+    parent_hash: _builtins.bytes
+    """32 bytes; the chain's root for a first block."""
+    chain_index: _builtins.int
+    """Place in its chain."""
+    namespace_key: _builtins.str
+    """Hex; 16 bytes that stand for model and layout."""
+    tenant: _builtins.str
+    """Who put it there."""
+    tier: Global___Tier.ValueType
+    """The fastest tier that has it."""
+    num_bytes: _builtins.int
+    """Slab bytes."""
+    unused_s: _builtins.float
+    """Since its last use, in seconds."""
+    expires_in_s: _builtins.float
+    """Until it expires if it is not used, in seconds; unset: never."""
+    pinned_s: _builtins.float
+    """It stays for as long at least, in seconds; 0: not pinned."""
+    def __init__(
+        self,
+        *,
+        block_hash: _builtins.bytes = ...,
+        parent_hash: _builtins.bytes = ...,
+        chain_index: _builtins.int = ...,
+        namespace_key: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        tier: Global___Tier.ValueType = ...,
+        num_bytes: _builtins.int = ...,
+        unused_s: _builtins.float = ...,
+        expires_in_s: _builtins.float | None = ...,
+        pinned_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expires_in_s", b"_expires_in_s", "expires_in_s", b"expires_in_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires_in_s", b"_expires_in_s", "block_hash", b"block_hash", "chain_index", b"chain_index", "expires_in_s", b"expires_in_s", "namespace_key", b"namespace_key", "num_bytes", b"num_bytes", "parent_hash", b"parent_hash", "pinned_s", b"pinned_s", "tenant", b"tenant", "tier", b"tier", "unused_s", b"unused_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expires_in_s: _TypeAlias = _typing.Literal["expires_in_s"]  # noqa: Y015
+    _WhichOneofArgType__expires_in_s: _TypeAlias = _typing.Literal["_expires_in_s", b"_expires_in_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expires_in_s) -> _WhichOneofReturnType__expires_in_s | None: ...
+
+Global___StoredBlockInfo: _TypeAlias = StoredBlockInfo  # noqa: Y015
+
+@_typing.final
+class ListReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredBlockInfo]:
+        """In no particular order."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___StoredBlockInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReply: _TypeAlias = ListReply  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DONE_FIELD_NUMBER: _builtins.int
+    NUM_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPT_FIELD_NUMBER: _builtins.int
+    num_done: _builtins.int
+    """Blocks looked at so far."""
+    num_total: _builtins.int
+    """Blocks on disk when it began."""
+    num_corrupt: _builtins.int
+    """Of num_done: failed their proof, and were dropped."""
+    def __init__(
+        self,
+        *,
+        num_done: _builtins.int = ...,
+        num_total: _builtins.int = ...,
+        num_corrupt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_corrupt", b"num_corrupt", "num_done", b"num_done", "num_total", b"num_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyReply: _TypeAlias = VerifyReply  # noqa: Y015
+
+@_typing.final
+class CompactRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactRequest: _TypeAlias = CompactRequest  # noqa: Y015
+
+@_typing.final
+class CompactReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DONE_FIELD_NUMBER: _builtins.int
+    NUM_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_FREED_BYTES_FIELD_NUMBER: _builtins.int
+    num_done: _builtins.int
+    """Steps done so far."""
+    num_total: _builtins.int
+    """Steps in all, as far as is known."""
+    num_freed_bytes: _builtins.int
+    """Bytes of the file so far given back."""
+    def __init__(
+        self,
+        *,
+        num_done: _builtins.int = ...,
+        num_total: _builtins.int = ...,
+        num_freed_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_done", b"num_done", "num_freed_bytes", b"num_freed_bytes", "num_total", b"num_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactReply: _TypeAlias = CompactReply  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):
@@ -253,6 +583,44 @@ class TierStats(_message.Message):
 Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
 
 @_typing.final
+class TenantStats(_message.Message):
+    """What one tenant has in the store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name."""
+    memory_bytes: _builtins.int
+    """Slab bytes in memory."""
+    memory_quota_bytes: _builtins.int
+    """Of those, at most; 0: no bound of its own."""
+    disk_bytes: _builtins.int
+    """Record bytes on disk."""
+    disk_quota_bytes: _builtins.int
+    """Of those, at most; 0: no bound of its own."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+        memory_quota_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+        disk_quota_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "disk_quota_bytes", b"disk_quota_bytes", "memory_bytes", b"memory_bytes", "memory_quota_bytes", b"memory_quota_bytes", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStats: _TypeAlias = TenantStats  # noqa: Y015
+
+@_typing.final
 class StatsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -261,12 +629,22 @@ class StatsReply(_message.Message):
     MISSES_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     WRITE_FAILURES_FIELD_NUMBER: _builtins.int
+    EXPIRED_FIELD_NUMBER: _builtins.int
+    NUM_PINNED_FIELD_NUMBER: _builtins.int
+    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     misses: _builtins.int
     """Blocks asked for and not held since start."""
     corrupt: _builtins.int
     """Blocks that failed their checksum since start."""
     write_failures: _builtins.int
     """Writes the disk tier refused (disk or map full) since start."""
+    expired: _builtins.int
+    """Blocks whose time was over since start."""
+    num_pinned: _builtins.int
+    """Blocks pinned now."""
+    file_bytes: _builtins.int
+    """Bytes of the LMDB file."""
     @_builtins.property
     def memory(self) -> Global___TierStats:
         """Slabs in memory."""
@@ -274,6 +652,10 @@ class StatsReply(_message.Message):
     @_builtins.property
     def disk(self) -> Global___TierStats:
         """Records in LMDB; zeros without a disk tier. Its bytes count headers and padding too."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
+        """Those that hold most first; at most 100."""
 
     def __init__(
         self,
@@ -283,10 +665,14 @@ class StatsReply(_message.Message):
         misses: _builtins.int = ...,
         corrupt: _builtins.int = ...,
         write_failures: _builtins.int = ...,
+        expired: _builtins.int = ...,
+        num_pinned: _builtins.int = ...,
+        file_bytes: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "disk", b"disk", "memory", b"memory", "misses", b"misses", "write_failures", b"write_failures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "disk", b"disk", "expired", b"expired", "file_bytes", b"file_bytes", "memory", b"memory", "misses", b"misses", "num_pinned", b"num_pinned", "tenants", b"tenants", "write_failures", b"write_failures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,31 @@ class KVStoreStub:
                 request_serializer=kvrelay_dot_pb_dot_kvstore__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.StatsReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvrelay.pb.KVStore/Pin',
+                request_serializer=kvrelay_dot_pb_dot_kvstore__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/kvrelay.pb.KVStore/Delete',
+                request_serializer=kvrelay_dot_pb_dot_kvstore__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.DeleteReply.FromString,
+                _registered_method=True)
+        self.List = channel.unary_stream(
+                '/kvrelay.pb.KVStore/List',
+                request_serializer=kvrelay_dot_pb_dot_kvstore__pb2.ListRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.ListReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/kvrelay.pb.KVStore/Verify',
+                request_serializer=kvrelay_dot_pb_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.VerifyReply.FromString,
+                _registered_method=True)
+        self.Compact = channel.unary_stream(
+                '/kvrelay.pb.KVStore/Compact',
+                request_serializer=kvrelay_dot_pb_dot_kvstore__pb2.CompactRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.CompactReply.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer:
@@ -63,6 +88,41 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keeps blocks from eviction and expiry for a time. What is not held is not pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Delete(self, request, context):
+        """Deletes what every given field selects. INVALID_ARGUMENT when none is given.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """Streams what is held, a page of blocks a message; blocks that come and go meanwhile may or may not be in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every block on disk and proves it; what fails is dropped. Streams progress, the last message has done == total.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Compact(self, request, context):
+        """Drops what has expired and gives pages at the end of the file back to the device. Streams progress, as Verify does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +135,31 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.StatsRequest.FromString,
                     response_serializer=kvrelay_dot_pb_dot_kvstore__pb2.StatsReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.PinRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_kvstore__pb2.PinReply.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.DeleteRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_kvstore__pb2.DeleteReply.SerializeToString,
+            ),
+            'List': grpc.unary_stream_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.ListRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_kvstore__pb2.ListReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.VerifyRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_kvstore__pb2.VerifyReply.SerializeToString,
+            ),
+            'Compact': grpc.unary_stream_rpc_method_handler(
+                    servicer.Compact,
+                    request_deserializer=kvrelay_dot_pb_dot_kvstore__pb2.CompactRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_kvstore__pb2.CompactReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +216,141 @@ class KVStore:
             '/kvrelay.pb.KVStore/Stats',
             kvrelay_dot_pb_dot_kvstore__pb2.StatsRequest.SerializeToString,
             kvrelay_dot_pb_dot_kvstore__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.KVStore/Pin',
+            kvrelay_dot_pb_dot_kvstore__pb2.PinRequest.SerializeToString,
+            kvrelay_dot_pb_dot_kvstore__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.KVStore/Delete',
+            kvrelay_dot_pb_dot_kvstore__pb2.DeleteRequest.SerializeToString,
+            kvrelay_dot_pb_dot_kvstore__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.pb.KVStore/List',
+            kvrelay_dot_pb_dot_kvstore__pb2.ListRequest.SerializeToString,
+            kvrelay_dot_pb_dot_kvstore__pb2.ListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.pb.KVStore/Verify',
+            kvrelay_dot_pb_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+            kvrelay_dot_pb_dot_kvstore__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compact(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.pb.KVStore/Compact',
+            kvrelay_dot_pb_dot_kvstore__pb2.CompactRequest.SerializeToString,
+            kvrelay_dot_pb_dot_kvstore__pb2.CompactReply.FromString,
             options,
             channel_credentials,
             insecure,

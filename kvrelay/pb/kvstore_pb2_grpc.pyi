@@ -35,6 +35,16 @@ class KVStoreStub:
     """Says which leading blocks of a chain the store holds."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsReply]
     """Says what the store holds and has done since it started."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinReply]
+    """Keeps blocks from eviction and expiry for a time. What is not held is not pinned."""
+    Delete: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteReply]
+    """Deletes what every given field selects. INVALID_ARGUMENT when none is given."""
+    List: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListReply]
+    """Streams what is held, a page of blocks a message; blocks that come and go meanwhile may or may not be in it."""
+    Verify: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyReply]
+    """Reads every block on disk and proves it; what fails is dropped. Streams progress, the last message has done == total."""
+    Compact: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.CompactRequest, _kvstore_pb2.CompactReply]
+    """Drops what has expired and gives pages at the end of the file back to the device. Streams progress, as Verify does."""
 
 @_typing.type_check_only
 class KVStoreAsyncStub(KVStoreStub):
@@ -43,6 +53,16 @@ class KVStoreAsyncStub(KVStoreStub):
     """Says which leading blocks of a chain the store holds."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsReply]  # type: ignore[assignment]
     """Says what the store holds and has done since it started."""
+    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinReply]  # type: ignore[assignment]
+    """Keeps blocks from eviction and expiry for a time. What is not held is not pinned."""
+    Delete: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteReply]  # type: ignore[assignment]
+    """Deletes what every given field selects. INVALID_ARGUMENT when none is given."""
+    List: _aio.UnaryStreamMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListReply]  # type: ignore[assignment]
+    """Streams what is held, a page of blocks a message; blocks that come and go meanwhile may or may not be in it."""
+    Verify: _aio.UnaryStreamMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyReply]  # type: ignore[assignment]
+    """Reads every block on disk and proves it; what fails is dropped. Streams progress, the last message has done == total."""
+    Compact: _aio.UnaryStreamMultiCallable[_kvstore_pb2.CompactRequest, _kvstore_pb2.CompactReply]  # type: ignore[assignment]
+    """Drops what has expired and gives pages at the end of the file back to the device. Streams progress, as Verify does."""
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,5 +80,45 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StatsReply, _abc.Awaitable[_kvstore_pb2.StatsReply]]:
         """Says what the store holds and has done since it started."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _kvstore_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.PinReply, _abc.Awaitable[_kvstore_pb2.PinReply]]:
+        """Keeps blocks from eviction and expiry for a time. What is not held is not pinned."""
+
+    @_abc_1.abstractmethod
+    def Delete(
+        self,
+        request: _kvstore_pb2.DeleteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.DeleteReply, _abc.Awaitable[_kvstore_pb2.DeleteReply]]:
+        """Deletes what every given field selects. INVALID_ARGUMENT when none is given."""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _kvstore_pb2.ListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.ListReply], _abc.AsyncIterator[_kvstore_pb2.ListReply]]:
+        """Streams what is held, a page of blocks a message; blocks that come and go meanwhile may or may not be in it."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _kvstore_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.VerifyReply], _abc.AsyncIterator[_kvstore_pb2.VerifyReply]]:
+        """Reads every block on disk and proves it; what fails is dropped. Streams progress, the last message has done == total."""
+
+    @_abc_1.abstractmethod
+    def Compact(
+        self,
+        request: _kvstore_pb2.CompactRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.CompactReply], _abc.AsyncIterator[_kvstore_pb2.CompactReply]]:
+        """Drops what has expired and gives pages at the end of the file back to the device. Streams progress, as Verify does."""
 
 def add_KVStoreServicer_to_server(servicer: KVStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -535,12 +535,20 @@ class NodeRequest(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_TTL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the coordinator, unique per attempt chain; at most 128 characters."""
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the prompt; the rest are earlier output. At least 1."""
     tenant_salt: _builtins.bytes
     """Enters the root of every block hash; derived by the coordinator from the tenant, 0 to 64 bytes."""
+    tenant: _builtins.str
+    """Whose request it is; a kvstore counts its blocks against this tenant's quota. At most 64 characters; empty: "default"."""
+    cache_ttl_s: _builtins.float
+    """How long a kvstore keeps the prompt's blocks after their last use, in seconds; unset: as it does for the tenant; 0: no
+    end but eviction. At least 0, finite.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then what was already generated when a request is resumed elsewhere."""
@@ -557,12 +565,16 @@ class NodeRequest(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         sampling: Global___SamplingParams | None = ...,
         tenant_salt: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+        cache_ttl_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s", "cache_ttl_s", b"cache_ttl_s", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s", "cache_ttl_s", b"cache_ttl_s", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_ttl_s: _TypeAlias = _typing.Literal["cache_ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__cache_ttl_s: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_ttl_s) -> _WhichOneofReturnType__cache_ttl_s | None: ...
 
 Global___NodeRequest: _TypeAlias = NodeRequest  # noqa: Y015
 
