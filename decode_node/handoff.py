@@ -40,7 +40,8 @@ class HandoffChecker:
         self._num_blocks = self._num_full + (self._num_tail_tokens > 0) - num_cached
         self._first_block = num_cached
         self._checksums = ChecksumChain()
-        self.num_received = 0
+        self._offset_bytes = 0  # of the block that is due, how much is here
+        self.num_received = 0  # whole blocks
         if (begin.first_block, begin.num_blocks) != (num_cached, self._num_blocks):
             raise InvalidRequestError(
                 f"the handoff announces {begin.num_blocks} blocks from block {begin.first_block}; "
@@ -48,7 +49,10 @@ class HandoffChecker:
             )
 
     def accept(self, frame: Frame) -> int:
-        """Proves the next block; returns its index in the block table. Raises CorruptBlockError."""
+        """Proves the next block, or the next part of it; returns the block's index in the block table.
+
+        A block's parts come in order and without a gap, each proven for itself. Raises CorruptBlockError.
+        """
         index = self._first_block + self.num_received
         if self.num_received == self._num_blocks:
             raise CorruptBlockError(f"a {frame.kind.name} frame follows the last of {self._num_blocks} blocks")
@@ -57,8 +61,7 @@ class HandoffChecker:
             raise CorruptBlockError(
                 f"a {frame.kind.name} frame of block {frame.block_index} came; {expected.name} of block {index} is due"
             )
-        if len(frame.payload) != self._slab_bytes:
-            raise CorruptBlockError(f"block {index} has {len(frame.payload)} bytes; a slab has {self._slab_bytes}")
+        end = self._check_part(frame)
         if expected is FrameKind.BLOCK and frame.block_hash != self._sequence.block_hashes[index]:
             raise CorruptBlockError(
                 f"block {index} has hash {frame.block_hash.hex()}; "
@@ -68,11 +71,28 @@ class HandoffChecker:
             raise CorruptBlockError(f"the tail has {frame.num_tokens} tokens; {self._num_tail_tokens} are due")
         verify(frame)
         self._checksums.add(frame.checksum)
-        self.num_received += 1
+        complete = end == self._slab_bytes
+        self._offset_bytes = 0 if complete else end
+        self.num_received += complete
         return index
+
+    def _check_part(self, frame: Frame) -> int:
+        """The byte of the slab at which the frame ends."""
+        end = frame.offset_bytes + len(frame.payload)
+        if frame.offset_bytes != self._offset_bytes or not frame.offset_bytes < end <= self._slab_bytes:
+            raise CorruptBlockError(
+                f"block {frame.block_index}: bytes {frame.offset_bytes} to {end} came; due are those from byte "
+                f"{self._offset_bytes} on, of the slab's {self._slab_bytes}"
+            )
+        return end
 
     def finish(self, end: HandoffEnd) -> None:
         """Proves that everything came. Raises CorruptBlockError."""
+        if self._offset_bytes:
+            raise CorruptBlockError(
+                f"END came after {self._offset_bytes} of {self._slab_bytes} bytes of block "
+                f"{self._first_block + self.num_received}"
+            )
         if not end.num_blocks == self.num_received == self._num_blocks:
             raise CorruptBlockError(
                 f"END counts {end.num_blocks} blocks after {self.num_received} came; {self._num_blocks} are due"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from decode_node.handoff import HandoffChecker, check_identity
 from decode_node.node import DecodeNode, Request
 from kvrelay.errors import CorruptBlockError, DeadlineError, StaleError
-from kvrelay.kv.frame import Frame, FrameKind, decode
+from kvrelay.kv.frame import MAX_PART_BYTES, Frame, FrameKind, decode
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd
 from kvrelay.rpc import convert_decode
 from kvrelay.types import check_token_id
@@ -28,6 +28,7 @@ class Receiver:
     def __init__(self, node: DecodeNode) -> None:
         self._node = node
         self._slab_bytes = node.info.layout.slab_bytes
+        self._max_payload_bytes = min(self._slab_bytes, MAX_PART_BYTES)
 
     async def receive(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[BlocksReceived]:
         """One handoff; answers every message. Raises StaleError, ForeignBlockError, CorruptBlockError and the like.
@@ -58,7 +59,7 @@ class Receiver:
                 message = await _next(messages)
         except TimeoutError:
             raise DeadlineError(f"no BEGIN came within {limit_s:g} s") from None
-        frame, *others = decode(message, max_payload_bytes=self._slab_bytes)
+        frame, *others = self._decode(message)
         if frame.kind is not FrameKind.BEGIN:
             raise CorruptBlockError(f"a KV stream starts with BEGIN, not {frame.kind.name}")
         if others:
@@ -70,7 +71,7 @@ class Receiver:
     def _take(
         self, begin: HandoffBegin, request: Request, checker: HandoffChecker, message: bytes | None
     ) -> HandoffEnd | None:
-        """Writes a message's blocks; END's content if it is the last of them.
+        """Writes a message's blocks, or its part of one; END's content if it is the last of them.
 
         Nothing is awaited between the question whether the reservation stands and the last write.
         """
@@ -78,13 +79,16 @@ class Receiver:
         node.reservations.check_receive(begin.reservation_id, begin.attempt, node.clock())
         if message is None:  # interrupted: whatever the reservation says, this stream has no more to read
             raise StaleError(f"attempt {begin.attempt} of reservation {begin.reservation_id} was interrupted")
-        frames = decode(message, max_payload_bytes=self._slab_bytes)
+        frames, num_received = self._decode(message), checker.num_received
         end = frames.pop() if frames[-1].kind is FrameKind.END else None
         for frame in frames:
             index = checker.accept(frame)
-            node.cache.write_slab(request.entry.block_ids[index], frame.payload)
-        node.metrics.blocks_received(len(frames))
+            node.cache.write_part(request.entry.block_ids[index], frame.payload, frame.offset_bytes)
+        node.metrics.blocks_received(checker.num_received - num_received)
         return self._end(end, checker) if end is not None else None
+
+    def _decode(self, message: bytes) -> list[Frame]:
+        return decode(message, max_payload_bytes=self._max_payload_bytes, parts=True)
 
     def _end(self, frame: Frame, checker: HandoffChecker) -> HandoffEnd:
         end = convert_decode.handoff_end_from_bytes(memoryview(frame.payload))

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class KVAccess:
     """How the event loop touches a job's blocks: plain memory, both. See `kvrelay.kv.cache.PagedKVCache`."""
 
-    view_slabs: Callable[[Seq[BlockId]], Seq[Buffer]]
+    view_slabs: Callable[[Seq[BlockId], int, int], Seq[Buffer]]
     write_slab: Callable[[BlockId, Buffer], None]
 
 

@@ -33,9 +33,10 @@ class Sent:
 class Pace:
     """Of one link. Times are of any one clock, in seconds."""
 
-    def __init__(self, block_bytes: int, message_bytes: int) -> None:
-        """`block_bytes` is what one block takes of a message, `message_bytes` what all take that a message holds."""
-        self._block_bytes = block_bytes
+    def __init__(self, part_bytes: int, message_bytes: int) -> None:
+        """`part_bytes` is what the largest part of a slab takes of a message, `message_bytes` what all take that a
+        message holds."""
+        self._part_bytes = part_bytes
         self._message_bytes = message_bytes
         self._most_bytes = MESSAGES * message_bytes
         self._answered_bytes = 0
@@ -47,7 +48,7 @@ class Pace:
     @property
     def message_bytes(self) -> int:
         """Most that the next message may have: half of the bound, so that the link has work while one is answered."""
-        return max(self._block_bytes, min(self._message_bytes, self.bound_bytes // MESSAGES))
+        return max(self._part_bytes, min(self._message_bytes, self.bound_bytes // MESSAGES))
 
     def fits(self, num_bytes: int) -> bool:
         """Whether a message of this size may leave now."""
@@ -62,15 +63,16 @@ class Pace:
         self._on_the_way.append(message)
         return message
 
-    def arrived_before(self, sent_at: float) -> None:
+    def arrived_before(self, sent_at: float, now: float) -> None:
         """Something sent at that time was answered: what left sooner has arrived, answered or not."""
         for message in [message for message in self._on_the_way if message.sent_at < sent_at]:
-            self._answered_bytes += message.num_bytes
             self.forgotten(message)
+            self._answered_bytes += message.num_bytes
+            self._answered_at = now  # with their bytes their time is counted: what leaves from now on begins here
 
     def answered(self, message: Sent, now: float) -> None:
         """Its bytes have arrived. Where that was known before, its answer says nothing about the link."""
-        self.arrived_before(message.sent_at)
+        self.arrived_before(message.sent_at, now)
         if message not in self._on_the_way:
             return
         self.forgotten(message)
@@ -96,4 +98,4 @@ class Pace:
         return int(num_bytes * TARGET_S / seconds)
 
     def _within(self, num_bytes: int) -> int:
-        return max(self._block_bytes, min(self._most_bytes, num_bytes))
+        return max(self._part_bytes, min(self._most_bytes, num_bytes))

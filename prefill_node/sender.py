@@ -1,9 +1,10 @@
 """Streams one prompt's KV to the decode node that reserved blocks for it, while later chunks still compute.
 
 BEGIN, then every block from the first one wanted as soon as its KV is final, the partial last one as TAIL, then END
-with the first token. A message takes what is final when it is made, up to about 1 MiB, and waits for no more of it; it
-leaves when the link's other handoffs and its pace let it, which bounds memory and keeps pings on the same connection
-short, whatever the receiver's and the link's speed. Slabs are looked at just before they are written, never sooner.
+with the first token. A message takes what is final when it is made, up to about 1 MiB, which is several slabs or a part
+of one, and waits for no more of it; it leaves when the link's other handoffs and its pace let it, which bounds memory
+and keeps pings on the same connection short, whatever the receiver's and the link's speed. Slabs are looked at just
+before they are written, never sooner.
 
 END goes alone, right behind the last blocks, and takes no turn: its answer waits for the decode engine's next step, and
 must neither hold the link's room for so long nor pass for the link's speed.
@@ -33,19 +34,17 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.kv.frame import (
-    Frame,
     FrameKind,
-    block_frame,
     control_frame,
     encode,
-    tail_frame,
 )
-from kvrelay.kv.hashing import Buffer, ChecksumChain
+from kvrelay.kv.hashing import Buffer
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, HandoffTarget
 from kvrelay.rpc import convert_decode
 from kvrelay.rpc.calls import Replies
 from kvrelay.rpc.channel import cancelling
 from kvrelay.types import BlockId
+from prefill_node.parts import Parts
 from prefill_node.progress import Progress
 from prefill_node.turns import Turn, Turns
 
@@ -67,8 +66,8 @@ NO_HANDOFF = HandoffReport(0.0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class _Unanswered:
-    num_sent: int  # blocks up to and with the message
-    took_turn: bool  # it has blocks
+    num_sent: int  # whole blocks up to and with the message
+    took_turn: bool  # it has blocks, or a part of one
     sent_at: float
 
 
@@ -83,7 +82,7 @@ class HandoffSender:
         model: ModelInfo,
         sequence: Sequence,
         progress: Progress,
-        view_slabs: Callable[[Seq[BlockId]], Seq[Buffer]],
+        view_slabs: Callable[[Seq[BlockId], int, int], Seq[Buffer]],
         *,
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -97,16 +96,10 @@ class HandoffSender:
         self._turn = Turn(turns, progress.notify)
         self._target = target
         self._model = model
-        self._num_tokens = sequence.num_tokens
-        self._hashes = sequence.block_hashes
         self._progress = progress
-        self._view_slabs = view_slabs
         self._stall_s = stall_s
         self._clock = clock
-        self._chain = ChecksumChain()
-        self._num_sent = 0  # blocks, as the next two
-        self._num_blocks = model.layout.blocks_for(sequence.num_tokens) - target.first_block
-        self._num_bytes = 0
+        self._parts = Parts(model.layout, sequence, target.first_block, view_slabs)
         self._unanswered: deque[_Unanswered] = deque()
         self._answer_due = asyncio.timeout(None)
         self._end_written = False
@@ -122,7 +115,7 @@ class HandoffSender:
         except TimeoutError:
             raise self._stalled() from None
         ended = self._clock()
-        return HandoffReport(ended - started, self._num_bytes, ended - self._progress.finished_at)
+        return HandoffReport(ended - started, self._parts.num_bytes, ended - self._progress.finished_at)
 
     async def _send(self) -> None:
         reader = asyncio.create_task(self._read_events())
@@ -133,9 +126,9 @@ class HandoffSender:
             # A write that meets the end of the call hides its reason (grpc.aio makes it INTERNAL). So no block leaves
             # before BEGIN was answered: refusals come there, and are heard.
             await self._wait(reader, lambda: not self._unanswered)
-            while self._num_sent < self._num_blocks:
+            while not self._parts.all_taken:
                 await self._wait(reader, lambda: self._num_due() > 0)
-                await self._write_blocks(reader)
+                await self._write_parts(reader)
             await self._wait(reader, lambda: self._progress.first_token is not None)
             self._end_written = True
             end = convert_decode.handoff_end_to_bytes(self._end())
@@ -147,42 +140,17 @@ class HandoffSender:
 
     # Frames
 
-    @property
-    def _num_final(self) -> int:
-        """Blocks of this handoff whose KV is computed."""
-        num_tokens, layout = self._progress.num_computed_tokens, self._model.layout
-        num_blocks = (
-            layout.blocks_for(num_tokens) if num_tokens >= self._num_tokens else num_tokens // layout.block_tokens
-        )
-        return num_blocks - self._target.first_block
-
     def _num_due(self) -> int:
-        """Blocks that are to leave now, as one message. With blocks to send this takes a place in the link's line."""
-        num_waiting = self._num_final - self._num_sent
-        return self._turn.num_blocks(num_waiting) if num_waiting > 0 else 0
+        """Parts that are to leave now, as one message. With any to send this takes a place in the link's line."""
+        num_waiting = self._parts.num_waiting(self._progress.num_computed_tokens)
+        return self._turn.num_parts(num_waiting) if num_waiting else 0
 
-    async def _write_blocks(self, reader: asyncio.Task[None]) -> None:
+    async def _write_parts(self, reader: asyncio.Task[None]) -> None:
         """One message of what is due. No await may come between the look at the blocks and the copy made of them."""
-        frames = self._take_blocks(self._num_due())
+        frames = self._parts.take(self._progress.block_ids, self._num_due())
         message = encode(*frames)
         self._turn.sent(len(frames), self._clock())
         await self._write(reader, message, took_turn=True)
-
-    def _take_blocks(self, num_blocks: int) -> list[Frame]:
-        first = self._target.first_block + self._num_sent
-        slabs = self._view_slabs(self._progress.block_ids[first : first + num_blocks])
-        frames = [self._frame(index, slab) for index, slab in enumerate(slabs, first)]
-        for frame in frames:
-            self._chain.add(frame.checksum)
-        self._num_sent += len(frames)
-        self._num_bytes += len(frames) * self._model.layout.slab_bytes
-        return frames
-
-    def _frame(self, index: int, slab: Buffer) -> Frame:
-        if index < len(self._hashes):
-            return block_frame(index, self._hashes[index], slab)
-        num_tail_tokens = self._num_tokens - index * self._model.layout.block_tokens
-        return tail_frame(index, num_tail_tokens, self._model.layout.without_rest(slab, num_tail_tokens))
 
     def _begin(self) -> HandoffBegin:
         return HandoffBegin(
@@ -192,12 +160,12 @@ class HandoffSender:
             model_fingerprint=self._model.fingerprint,
             layout_fingerprint=self._model.layout.fingerprint,
             first_block=self._target.first_block,
-            num_blocks=self._num_blocks,
+            num_blocks=self._parts.num_blocks,
         )
 
     def _end(self) -> HandoffEnd:
         assert self._progress.first_token is not None
-        return HandoffEnd(self._num_sent, self._chain.digest(), self._progress.first_token)
+        return HandoffEnd(self._parts.num_blocks_taken, self._parts.digest(), self._progress.first_token)
 
     # Waits; each also ends when the decode node ends the call, or leaves a message unanswered for too long
 
@@ -208,7 +176,7 @@ class HandoffSender:
             reader.result()
 
     async def _write(self, reader: asyncio.Task[None], message: bytes, *, took_turn: bool = False) -> None:
-        self._unanswered.append(_Unanswered(self._num_sent, took_turn, self._clock()))
+        self._unanswered.append(_Unanswered(self._parts.num_blocks_taken, took_turn, self._clock()))
         if len(self._unanswered) == 1:
             self._expect_answer()
         try:
@@ -245,7 +213,7 @@ class HandoffSender:
         if message.took_turn:
             self._turn.answered(self._clock())
         else:
-            self._turn.arrived_before(message.sent_at)
+            self._turn.arrived_before(message.sent_at, self._clock())
         self._committed = event.committed and self._end_written
         self._expect_answer()
         self._progress.notify()

@@ -1,7 +1,8 @@
 """Whose turn it is to send on a link that several handoffs share. Plain data, no I/O; who waits is told to look again.
 
 A handoff with blocks to send queues up, and sends one message when it is first in line and the link's pace lets the
-message go. So a long prompt does not hold up others, however much it has to send.
+message go. So a long prompt does not hold up others, however much it has to send. All is counted in parts of slabs: a
+slab that a message has room for is one part.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvrelay.kv.frame import frame_bytes, frames_per_message
+from kvrelay.kv.frame import frame_bytes, frames_per_message, part_bytes
 from prefill_node.pace import Pace, Sent
 
 
@@ -18,8 +19,9 @@ class Turns:
 
     def __init__(self, slab_bytes: int) -> None:
         """`slab_bytes` is of the model's layout: a node serves one."""
-        self.block_bytes = frame_bytes(slab_bytes)
-        self.pace = Pace(self.block_bytes, self.block_bytes * frames_per_message(slab_bytes))
+        largest = part_bytes(slab_bytes)
+        self.part_bytes = frame_bytes(largest)
+        self.pace = Pace(self.part_bytes, self.part_bytes * frames_per_message(largest))
         self._queue: deque[Turn] = deque()
 
     def is_first(self, turn: Turn) -> bool:
@@ -44,41 +46,41 @@ class Turn:
     """One handoff's part in a link. `close` gives the link back whatever it holds there, and must be called."""
 
     def __init__(self, turns: Turns, notify: Callable[[], None]) -> None:
-        """`notify` is called when `num_blocks` may answer otherwise than before."""
+        """`notify` is called when `num_parts` may answer otherwise than before."""
         self.notify = notify
         self._turns = turns
-        self._on_the_way: deque[Sent] = deque()
+        self._unanswered: deque[Sent] = deque()
 
-    def num_blocks(self, num_waiting: int) -> int:
-        """How many of the blocks that wait (at least one) are to leave now, as one message; 0 while others are first,
+    def num_parts(self, num_waiting: int) -> int:
+        """How many of the parts that wait (at least one) are to leave now, as one message; 0 while others are first,
         the link is full, or as much of its own as the link's bound is unanswered. Asking takes a place in the line,
         except in the last case."""
-        block_bytes, pace = self._turns.block_bytes, self._turns.pace
-        num_blocks = min(num_waiting, pace.message_bytes // block_bytes)
-        unanswered_bytes = sum(message.num_bytes for message in self._on_the_way)
-        if unanswered_bytes and unanswered_bytes + num_blocks * block_bytes > pace.bound_bytes:
+        part_bytes, pace = self._turns.part_bytes, self._turns.pace
+        num_parts = min(num_waiting, pace.message_bytes // part_bytes)
+        unanswered_bytes = sum(message.num_bytes for message in self._unanswered)
+        if unanswered_bytes and unanswered_bytes + num_parts * part_bytes > pace.bound_bytes:
             self._turns.leave(self)  # it has its share, whether or not the link is known to have delivered it
             return 0
-        return num_blocks if self._turns.is_first(self) and pace.fits(num_blocks * block_bytes) else 0
+        return num_parts if self._turns.is_first(self) and pace.fits(num_parts * part_bytes) else 0
 
-    def sent(self, num_blocks: int, now: float) -> None:
-        """So many blocks leave, as `num_blocks` said; the next in line is told."""
-        self._on_the_way.append(self._turns.pace.sent(num_blocks * self._turns.block_bytes, now))
+    def sent(self, num_parts: int, now: float) -> None:
+        """So many parts leave, as `num_parts` said; the next in line is told."""
+        self._unanswered.append(self._turns.pace.sent(num_parts * self._turns.part_bytes, now))
         self._turns.leave(self)
 
     def answered(self, now: float) -> None:
-        """The oldest message on the way was."""
-        self._turns.pace.answered(self._on_the_way.popleft(), now)
+        """The oldest message that was not."""
+        self._turns.pace.answered(self._unanswered.popleft(), now)
         self._turns.changed()
 
-    def arrived_before(self, sent_at: float) -> None:
+    def arrived_before(self, sent_at: float, now: float) -> None:
         """A message without a turn, sent at that time, was answered."""
-        self._turns.pace.arrived_before(sent_at)
+        self._turns.pace.arrived_before(sent_at, now)
         self._turns.changed()
 
     def close(self) -> None:
         """The handoff is over, however it ended."""
-        while self._on_the_way:
-            self._turns.pace.forgotten(self._on_the_way.popleft())
+        while self._unanswered:
+            self._turns.pace.forgotten(self._unanswered.popleft())
         self._turns.leave(self)
         self._turns.changed()

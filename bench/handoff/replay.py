@@ -79,10 +79,10 @@ class Replay:
                 meter.stop(report.num_bytes)
         return report
 
-    def _read(self, block_ids: abc.Sequence[BlockId]) -> list[Buffer]:
-        self.num_bytes += self._info.layout.slab_bytes * len(block_ids)
+    def _read(self, block_ids: abc.Sequence[BlockId], start: int, end: int) -> list[Buffer]:
+        self.num_bytes += (end - start) * len(block_ids)
         self.left.set()
-        return self._cache.view_slabs(block_ids)
+        return self._cache.view_slabs(block_ids, start, end)
 
     @asynccontextmanager
     async def _reserved(self) -> AsyncIterator[tuple[Sequence, HandoffTarget]]:

@@ -98,7 +98,7 @@ def _device(wanted: str) -> str:
 
 
 def _check_message_size(layout: KVLayout) -> None:
-    """A block travels as one message, to the decode node and to the store: found out now, not by every request."""
+    """A block travels as one message to the store and back: found out now, not by every block."""
     most = MAX_MESSAGE_BYTES - HEADER_BYTES
     if layout.slab_bytes > most:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """The KV tensors of a node, block-major: one block of all layers is one contiguous slab of bytes.
 
-The engine thread reads and writes through torch; `read_slab`, `view_slabs` and `write_slab` are plain memory accesses
-that the event loop may do itself, for blocks whose ownership (see kvrelay.kv.pool) keeps the engine away from them.
+The engine thread reads and writes through torch; `read_slab`, `view_slabs`, `write_slab` and `write_part` are plain
+memory accesses that the event loop may do itself, for blocks whose ownership (see kvrelay.kv.pool) keeps the engine
+away from them.
 
 On CUDA the slabs move on a stream of their own, beside the stream that computes. There is one of each in a process and
 no third: prefill and decode are different nodes, so that neither ever waits behind the other's kernels.
@@ -96,33 +97,45 @@ class PagedKVCache:
         """
         return bytes(self.view_slabs((block_id,))[0])
 
-    def view_slabs(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
-        """Slabs that may not be written to, of blocks that nobody may be writing, as for `read_slab`.
+    def view_slabs(self, block_ids: Sequence[BlockId], start: int = 0, end: int | None = None) -> list[Buffer]:
+        """Slabs that may not be written to, of blocks that nobody may be writing, as for `read_slab`. Of each the bytes
+        from `start` to before `end`, by default all.
 
         On the CPU they are the blocks' own memory, not copies: the caller must hold the blocks for as long as it looks
         at them, so it is done with them before its next await. On CUDA they are copies, for which it waits once for
         every NUM_STAGING_BUFFERS.
         """
-        if self._copies is not None:
-            return list(self._copies.read(block_ids))
-        assert self._bytes is not None
         size = self._slab_bytes
-        return [self._bytes[block_id * size : (block_id + 1) * size].toreadonly() for block_id in block_ids]
+        end = size if end is None else end
+        if self._copies is not None:
+            return list(self._copies.read(block_ids, start, end))
+        assert self._bytes is not None
+        return [self._bytes[block_id * size + start : block_id * size + end].toreadonly() for block_id in block_ids]
 
-    def write_slab(self, block_id: BlockId, payload: bytes | bytearray | memoryview) -> None:
+    def write_slab(self, block_id: BlockId, payload: Buffer) -> None:
         """Fills one block, which the caller's reservation owns. CorruptBlockError unless slab_bytes are given.
 
         On CUDA the copy may still be under way at the return: `order_after_writes` before what reads it on the device.
         """
+        num_bytes = memoryview(payload).nbytes
+        if num_bytes != self._slab_bytes:
+            raise CorruptBlockError(f"a slab of {num_bytes} bytes; this layout's have {self._slab_bytes}")
+        self.write_part(block_id, payload, 0)
+
+    def write_part(self, block_id: BlockId, payload: Buffer, offset_bytes: int) -> None:
+        """As `write_slab`, the bytes of the slab from `offset_bytes` on. CorruptBlockError for what is outside of it:
+        there the next block lies."""
         source = memoryview(payload).cast("B")
-        if source.nbytes != self._slab_bytes:
-            raise CorruptBlockError(f"a slab of {source.nbytes} bytes; this layout's have {self._slab_bytes}")
+        if not 0 <= offset_bytes <= offset_bytes + source.nbytes <= self._slab_bytes:
+            raise CorruptBlockError(
+                f"{source.nbytes} bytes from byte {offset_bytes} of a slab; this layout's have {self._slab_bytes}"
+            )
         if self._copies is not None:
-            self._copies.write(block_id, source)
+            self._copies.write(block_id, source, offset_bytes)
             return
         assert self._bytes is not None
-        start = block_id * self._slab_bytes
-        self._bytes[start : start + self._slab_bytes] = source
+        start = block_id * self._slab_bytes + offset_bytes
+        self._bytes[start : start + source.nbytes] = source
 
     def order_after_writes(self) -> None:
         """What the calling thread queues from now on runs after every slab written so far; the host does not wait."""
@@ -156,12 +169,14 @@ class _Staging:
     def new(cls, num_bytes: int) -> _Staging:
         return cls(_pinned(num_bytes), torch.cuda.Event())  # type: ignore[no-untyped-call]
 
-    def bytes(self) -> memoryview:
-        return self.slab.numpy().data
+    def bytes(self, num_bytes: int) -> memoryview:
+        """The first of them."""
+        return self.slab[:num_bytes].numpy().data
 
 
 class _SlabCopies:
-    """Whole slabs between a device and host memory: one stream, a few pinned buffers in turn. Any thread may call."""
+    """Slabs, and parts of them, between a device and host memory: one stream, a few pinned buffers in turn. Any thread
+    may call."""
 
     def __init__(self, blocks: Tensor) -> None:
         """`blocks` is [N, ...], each a slab."""
@@ -173,26 +188,29 @@ class _SlabCopies:
         self._written: torch.cuda.Event | None = None  # the last write: the stream's order makes it every write
         self._lock = threading.Lock()  # the event loop copies handoffs, the engine thread what it swaps
 
-    def read(self, block_ids: Sequence[int]) -> list[bytes]:
-        """As many at a time as there are buffers, with one wait for them; other threads' turns come between."""
+    def read(self, block_ids: Sequence[int], start: int, end: int) -> list[bytes]:
+        """Of each slab the bytes from `start` to before `end`. As many at a time as there are buffers, with one wait
+        for them; other threads' turns come between."""
         slabs: list[bytes] = []
-        for start in range(0, len(block_ids), len(self._ring)):
+        for first in range(0, len(block_ids), len(self._ring)):
             with self._lock:
-                filling = [self._start_read(block_id) for block_id in block_ids[start : start + len(self._ring)]]
+                reading = block_ids[first : first + len(self._ring)]
+                filling = [self._start_read(self._slabs[block_id, start:end]) for block_id in reading]
                 filling[-1].event.synchronize()  # the stream's order makes it the others' too
-                slabs += [bytes(staging.bytes()) for staging in filling]
+                slabs += [bytes(staging.bytes(end - start)) for staging in filling]
         return slabs
 
-    def _start_read(self, block_id: int) -> _Staging:
+    def _start_read(self, source: Tensor) -> _Staging:
         staging = self._next()
-        self._copy(staging, staging.slab, self._slabs[block_id])
+        self._copy(staging, staging.slab[: len(source)], source)
         return staging
 
-    def write(self, block_id: int, source: memoryview) -> None:
+    def write(self, block_id: int, source: memoryview, offset_bytes: int) -> None:
         with self._lock:
-            staging = self._next()
-            staging.bytes()[:] = source
-            self._copy(staging, self._slabs[block_id], staging.slab)
+            staging, num_bytes = self._next(), source.nbytes
+            staging.bytes(num_bytes)[:] = source
+            target = self._slabs[block_id, offset_bytes : offset_bytes + num_bytes]
+            self._copy(staging, target, staging.slab[:num_bytes])
             self._written = staging.event
 
     def order_after_writes(self) -> None:

@@ -62,11 +62,13 @@ class KVLayout:
         """Blocks that hold `num_tokens` positions, the last one perhaps in part."""
         return -(-num_tokens // self.block_tokens)
 
-    def without_rest(self, slab: Buffer, num_tokens: int) -> bytearray:
-        """A copy of a slab with zeros from position `num_tokens` on, where an earlier owner's KV may still lie."""
+    def without_rest(self, payload: Buffer, num_tokens: int, offset_bytes: int = 0) -> bytearray:
+        """A copy of a slab, or of its part from `offset_bytes` on, with zeros from position `num_tokens` on, where an
+        earlier owner's KV may still lie."""
         row_bytes = self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]  # K or V of one token in one layer
-        cleared, zeros = bytearray(slab), bytes(row_bytes * (self.block_tokens - num_tokens))
-        for start in range(0, self.slab_bytes, row_bytes * self.block_tokens):
-            end = start + row_bytes * self.block_tokens
-            cleared[end - len(zeros) : end] = zeros
+        run_bytes = row_bytes * self.block_tokens  # K or V of all tokens in one layer
+        cleared = bytearray(payload)
+        for run in range(-(offset_bytes % run_bytes), len(cleared), run_bytes):  # where each begins in the payload
+            start, end = max(0, run + row_bytes * num_tokens), min(len(cleared), run + run_bytes)
+            cleared[start:end] = bytes(max(0, end - start))
         return cleared

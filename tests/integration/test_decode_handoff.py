@@ -17,6 +17,7 @@ from kvrelay.errors import (
     StaleError,
 )
 from kvrelay.kv.frame import MESSAGE_BYTES, Frame, FrameKind, control_frame, encode
+from kvrelay.kv.hashing import ChecksumChain, slab_checksum
 from kvrelay.messages import BlocksReceived, DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
 from kvrelay.rpc.nodes import DecodeClient
 from kvrelay.sampling import GeneratedToken
@@ -91,6 +92,20 @@ async def test_blocks_and_end_may_share_messages_and_each_message_has_one_answer
         assert received == [BlocksReceived(*answer) for answer in answers]
         assert (await read_answer(harness.client, granted.reservation_id))[0] == [20, 21, 22, 23]
         assert harness.registry.get_sample_value("kvrelay_handoff_blocks_received_total") == 3
+
+
+async def test_slabs_may_come_in_parts_and_answers_count_whole_blocks() -> None:
+    async with decode_node() as harness:
+        granted = await reserve(harness)
+        order = ((0, 0, 100), (0, 100, 256), (1, 0, 256), (2, 0, 1), (2, 1, 2), (2, 2, 256))
+        received = await hand_over(harness, in_parts(handoff(harness, granted), *order))
+        assert [answer.num_blocks for answer in received] == [0, 0, 1, 2, 2, 2, 3, 3]
+        assert [answer.committed for answer in received] == [False] * 7 + [True]
+        entry_blocks = harness.pool.match(handoff(harness, granted).sequence().block_hashes)
+        assert [harness.cache.read_slab(block_id) for block_id in entry_blocks] == [slab_of(0), slab_of(1)]
+        assert (await read_answer(harness.client, granted.reservation_id))[0] == [20, 21, 22, 23]
+        assert harness.registry.get_sample_value("kvrelay_handoff_blocks_received_total") == 3
+        assert harness.registry.get_sample_value("kvrelay_handoff_bytes_total") == 3 * 256
 
 
 async def test_decode_may_be_opened_after_the_commit() -> None:
@@ -173,6 +188,23 @@ def joined(*messages: tuple[int, ...]) -> Spoil:
     return lambda good: [b"".join(good.messages()[i] for i in indexes) for indexes in messages]
 
 
+def in_parts(good: Handoff, *order: tuple[int, int, int]) -> list[bytes]:
+    """Bytes of blocks: (block, start, end), a message each. END's checksum is of these."""
+    blocks, chain, messages = good.blocks(), ChecksumChain(), []
+    for index, start, end in order:
+        payload = memoryview(blocks[index].payload)[start:end]
+        checksum = slab_checksum(payload)
+        part = dataclasses.replace(blocks[index], payload=payload, offset_bytes=start, checksum=checksum)
+        chain.add(checksum)
+        messages.append(encode(part))
+    fitting = dataclasses.replace(good.end(), checksum=chain.digest())
+    return [begin_message(good.begin()), *messages, end_message(fitting)]
+
+
+def parts(*order: tuple[int, int, int]) -> Spoil:
+    return lambda good: in_parts(good, *order)
+
+
 def more_than_a_message_holds(good: Handoff) -> list[bytes]:
     begin, block, *_ = good.messages()
     return [begin, block * (1 + MESSAGE_BYTES // len(block))]
@@ -209,6 +241,16 @@ HOSTILE: dict[str, tuple[Spoil, type[KVRelayError], str]] = {
     "second BEGIN": (picked(0, 0), CorruptBlockError, "BEGIN frame of block 0 came"),
     "wrong END count": (with_end(num_blocks=2), CorruptBlockError, "END counts 2 blocks after 3 came"),
     "wrong END checksum": (with_end(checksum=bytes(16)), CorruptBlockError, "END's checksum is not that"),
+    "a part left out": (parts((0, 0, 100), (0, 200, 256)), CorruptBlockError, "due are those from byte 100 on"),
+    "a part doubled": (parts((0, 0, 100), (0, 0, 100)), CorruptBlockError, "due are those from byte 100 on"),
+    "parts that overlap": (parts((0, 0, 100), (0, 99, 256)), CorruptBlockError, "due are those from byte 100 on"),
+    "the second part first": (parts((0, 100, 256), (0, 0, 100)), CorruptBlockError, "due are those from byte 0 on"),
+    "a part of the next block": (parts((0, 0, 100), (1, 100, 256)), CorruptBlockError, "BLOCK of block 0 is due"),
+    "END in the middle of a slab": (
+        parts((0, 0, 256), (1, 0, 256), (2, 0, 9)),
+        CorruptBlockError,
+        "END came after 9 of 256 bytes of block 2",
+    ),
     "BEGIN and a block at once": (joined((0, 1), (2, 3, 4)), CorruptBlockError, "BEGIN comes in a message of its own"),
     "END before the tail": (
         joined((0,), (1, 2, 4, 3)),

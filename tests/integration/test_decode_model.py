@@ -223,7 +223,7 @@ async def test_a_pool_smaller_than_a_block_is_refused(model: Path) -> None:
 
 async def test_blocks_too_large_to_travel_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of this model has 512 bytes of KV in float32; 16 of them do not fit into this message."""
-    monkeypatch.setattr("kvrelay.engine.load.MAX_MESSAGE_BYTES", 7 * 512 + 72)
+    monkeypatch.setattr("kvrelay.engine.load.MAX_MESSAGE_BYTES", 7 * 512 + 76)
     app = DecodeApp(DecodeConfig(model=model, dtype="float32"), InstanceId("me"), CollectorRegistry())
     with pytest.raises(ConfigError, match="a message carries 3584; lower --block-tokens to 7 or less"):
         await app.start("127.0.0.1:1", Readiness())

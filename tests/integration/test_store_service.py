@@ -166,6 +166,12 @@ def body(index: int, number: int, *, checksum: bytes | None = None) -> bytes:
     return encode(block_frame(index, *block(number), checksum=checksum))
 
 
+def part(index: int, number: int) -> bytes:
+    """The second half of a block."""
+    block_hash, slab = block(number)
+    return encode(block_frame(index, block_hash, slab[SLAB_BYTES // 2 :], offset_bytes=SLAB_BYTES // 2))
+
+
 def end(*numbers: int, num_blocks: int | None = None) -> bytes:
     chain = ChecksumChain()
     for number in numbers:
@@ -202,6 +208,7 @@ async def raw_put(address: str, messages: Sequence[bytes]) -> kvstore_pb2.PutRep
         ([begin(), body(0, 1)[:-1]], CorruptBlockError, "announces 8192 payload bytes and carries 8191"),
         ([begin() + body(0, 1) + end(1) + body(1, 2)], InvalidRequestError, "a BLOCK frame follows END"),
         ([begin() + body(0, 1) + body(0, 2)], InvalidRequestError, "BLOCK 0 came where block 1"),
+        ([begin(), part(0, 1)], CorruptBlockError, "block 0: a part from byte 4096 of the slab; whole slabs are due"),
         ([b"nonsense"], CorruptBlockError, "shorter than its header"),
         ([encode(control_frame(FrameKind.BEGIN, b"\xff"))], InvalidRequestError, "no PutBegin"),
         ([encode(control_frame(FrameKind.BEGIN, b""))], InvalidRequestError, "model_fingerprint has 0 characters"),

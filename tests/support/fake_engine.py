@@ -63,6 +63,10 @@ class FakeCache:
             raise CorruptBlockError(f"{len(payload)} bytes are no slab")
         self.slabs[block_id] = bytes(payload)
 
+    def write_part(self, block_id: BlockId, payload: Buffer, offset_bytes: int) -> None:
+        slab, end = self.read_slab(block_id), offset_bytes + len(payload)
+        self.write_slab(block_id, slab[:offset_bytes] + bytes(payload) + slab[end:])
+
 
 class FakeRunner:
     """Draws `last token + 1` (wrapping inside [10, 90), so never an EOS); checks each batch's layout by building it.

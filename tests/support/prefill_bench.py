@@ -51,8 +51,8 @@ class FakeCache:
     def read_slab(self, block_id: BlockId) -> bytes:
         return self.slabs.get(block_id, b"c" * LAYOUT.slab_bytes)
 
-    def view_slabs(self, block_ids: Sequence[BlockId]) -> list[bytes]:
-        return [self.read_slab(block_id) for block_id in block_ids]
+    def view_slabs(self, block_ids: Sequence[BlockId], start: int, end: int) -> list[bytes]:
+        return [self.read_slab(block_id)[start:end] for block_id in block_ids]
 
     def write_slab(self, block_id: BlockId, payload: Buffer) -> None:
         self.slabs[block_id] = bytes(payload)

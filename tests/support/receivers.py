@@ -21,7 +21,8 @@ class FakeReceiver:
     def __init__(self) -> None:
         self.begin: HandoffBegin | None = None
         self.end: HandoffEnd | None = None
-        self.blocks: list[Frame] = []
+        self.blocks: list[Frame] = []  # or parts of them
+        self.slab_bytes = 0  # where slabs come in parts; 0: each is one
         self.messages: list[int] = []  # their lengths
         self.refusal: KVRelayError | None = None  # raised on BEGIN
         self.fail_after: int | None = None  # blocks after which the stream ends, without commit
@@ -44,7 +45,7 @@ class FakeReceiver:
             async for message in messages:
                 self.messages.append(len(message))
                 kinds = set()
-                for frame in decode(message, max_payload_bytes=MAX_PAYLOAD_BYTES):
+                for frame in decode(message, max_payload_bytes=MAX_PAYLOAD_BYTES, parts=True):
                     verify(frame)
                     kinds.add(frame.kind)
                     reply = await self._take(frame)
@@ -91,12 +92,18 @@ class FakeReceiver:
             if self.failure is not None:
                 raise self.failure
             return None
-        return BlocksReceived(len(self.blocks) + self.miscount, committed=False)
+        return BlocksReceived(self._num_blocks + self.miscount, committed=False)
+
+    @property
+    def _num_blocks(self) -> int:
+        """Whole ones."""
+        ends = [frame.offset_bytes + len(frame.payload) for frame in self.blocks]
+        return sum(not self.slab_bytes or end == self.slab_bytes for end in ends)
 
     def _finish(self, end: HandoffEnd) -> BlocksReceived:
         chain = ChecksumChain()
         for frame in self.blocks:
             chain.add(frame.checksum)
-        assert (end.num_blocks, end.checksum) == (len(self.blocks), chain.digest())
+        assert (end.num_blocks, end.checksum) == (self._num_blocks, chain.digest())
         self.end = end
-        return BlocksReceived(len(self.blocks) + self.miscount, committed=True)
+        return BlocksReceived(self._num_blocks + self.miscount, committed=True)

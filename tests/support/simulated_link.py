@@ -49,7 +49,7 @@ class SimulatedLink:
         while asked:
             asked = False
             for stream in self.streams:
-                num_blocks = stream.turn.num_blocks(waiting)
+                num_blocks = stream.turn.num_parts(waiting)
                 if num_blocks:
                     self._carry(stream, num_blocks)
                     asked = True
@@ -57,7 +57,7 @@ class SimulatedLink:
     def _carry(self, stream: Stream, num_blocks: int) -> None:
         stream.turn.sent(num_blocks, self.now)
         assert self.turns.pace.in_flight_bytes <= self.turns.pace.bound_bytes
-        num_bytes = num_blocks * self.turns.block_bytes
+        num_bytes = num_blocks * self.turns.part_bytes
         self._idle_at = max(self._idle_at, self.now) + num_bytes / self.bytes_per_s
         self.num_bytes += num_bytes
         self.worst_ping_s = max(self.worst_ping_s, self._idle_at - self.now)

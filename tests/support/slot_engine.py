@@ -50,6 +50,10 @@ class SlotCache:
     def write_slab(self, block_id: BlockId, payload: Buffer) -> None:
         self.slots[self._span(block_id)] = struct.unpack(f"<{self.block_tokens}I", payload)
 
+    def write_part(self, block_id: BlockId, payload: Buffer, offset_bytes: int) -> None:
+        slab, end = self.read_slab(block_id), offset_bytes + len(payload)
+        self.write_slab(block_id, slab[:offset_bytes] + bytes(payload) + slab[end:])
+
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         self.num_copied += 1
         self.slots[self._span(target)] = self.slots[self._span(source)]

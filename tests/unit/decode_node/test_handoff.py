@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode_node.handoff import HandoffChecker, check_identity
 from kvrelay.engine.sequence import Sequence
@@ -110,7 +112,13 @@ def replaced(index: int, **fields: object) -> Callable[[list[Frame]], list[Frame
         (replaced(1, payload=slab_of(9)), "BLOCK frame, block 1: payload fails its checksum"),
         (replaced(2, payload=slab_of(9)), "TAIL frame, block 2: payload fails its checksum"),
         (replaced(1, block_hash=BlockHash(b"x" * 32)), "block 1 has hash 7878"),
-        (replaced(0, payload=slab_of(0)[:-1]), "block 0 has 255 bytes; a slab has 256"),
+        (replaced(0, payload=slab_of(0)[:-1]), "BLOCK frame, block 0: payload fails its checksum"),
+        (
+            replaced(0, payload=slab_of(0) + b"x"),
+            "block 0: bytes 0 to 257 came; due are those from byte 0 on, of the sl",
+        ),
+        (replaced(0, payload=b""), "block 0: bytes 0 to 0 came; due are those from byte 0 on, of the slab's 256"),
+        (replaced(1, offset_bytes=1), "block 1: bytes 1 to 257 came; due are those from byte 0 on, of the slab's 256"),
         (replaced(2, num_tokens=3), "the tail has 3 tokens; 2 are due"),
         (lambda sent: [sent[1], sent[0], sent[2]], "BLOCK frame of block 1 came; BLOCK of block 0 is due"),
         (lambda sent: [sent[0], sent[0], sent[2]], "BLOCK frame of block 0 came; BLOCK of block 1 is due"),
@@ -140,3 +148,112 @@ def test_an_end_that_does_not_add_up_is_refused(num_accepted: int, changes: dict
         judge.accept(frame)
     with pytest.raises(CorruptBlockError, match=message):
         judge.finish(dataclasses.replace(end_of(frames()), **changes))  # type: ignore[arg-type]
+
+
+# Slabs that come in parts
+
+
+def part_of(index: int, start: int, end: int) -> Frame:
+    payload = slab_of(index)[start:end]
+    if index == 2:
+        return tail_frame(2, 2, payload, offset_bytes=start)
+    return block_frame(index, SEQUENCE.block_hashes[index], payload, offset_bytes=start)
+
+
+def cut(cuts: list[int]) -> list[Frame]:
+    """Every slab, cut there."""
+    bounds = list(zip([0, *cuts], [*cuts, 256], strict=True))
+    return [part_of(index, start, end) for index in range(3) for start, end in bounds]
+
+
+def test_a_block_is_complete_with_its_last_part() -> None:
+    good = checker()
+    counts = []
+    for frame in cut([100, 200]):
+        counts.append((good.accept(frame), good.num_received))
+    assert counts == [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1), (1, 2), (2, 2), (2, 2), (2, 3)]
+    good.finish(dataclasses.replace(end_of(cut([100, 200])), num_blocks=3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sent: [sent[1]], "block 0: bytes 100 to 200 came; due are those from byte 0 on, of the slab's 256"),
+        (lambda sent: [sent[0], sent[2]], "block 0: bytes 200 to 256 came; due are those from byte 100 on"),
+        (lambda sent: [sent[0], sent[0]], "block 0: bytes 0 to 100 came; due are those from byte 100 on"),
+        (lambda sent: [sent[0], part_of(0, 99, 200)], "block 0: bytes 99 to 200 came; due are those from byte 100"),
+        (lambda sent: [sent[0], part_of(0, 101, 200)], "block 0: bytes 101 to 200 came; due are those from byte 100"),
+        (lambda sent: [sent[0], sent[4]], "BLOCK frame of block 1 came; BLOCK of block 0 is due"),
+        (lambda sent: [*sent[:3], sent[1]], "BLOCK frame of block 0 came; BLOCK of block 1 is due"),
+        (lambda sent: [sent[0], frames()[0]], "block 0: bytes 0 to 256 came; due are those from byte 100 on"),
+        (lambda sent: [sent[0], replaced(1, block_hash=BlockHash(b"x" * 32))(sent)[1]], "block 0 has hash 7878"),
+        (lambda sent: [sent[0], replaced(1, payload=bytes(100))(sent)[1]], "payload fails its checksum"),
+        (lambda sent: [*sent[:7], replaced(7, num_tokens=1)(sent)[7]], "the tail has 1 tokens; 2 are due"),
+        (lambda sent: [*sent, sent[8]], "TAIL frame follows the last of 3 blocks"),
+    ],
+)
+def test_a_part_that_is_not_the_one_due_is_refused(change: Callable[[list[Frame]], list[Frame]], message: str) -> None:
+    judge = checker()
+    with pytest.raises(CorruptBlockError, match=message):
+        accept_all(judge, change(cut([100, 200])))
+
+
+def test_an_end_in_the_middle_of_a_slab_is_refused() -> None:
+    judge, sent = checker(), cut([100])
+    accept_all(judge, sent[:-1])
+    with pytest.raises(CorruptBlockError, match="END came after 100 of 256 bytes of block 2"):
+        judge.finish(dataclasses.replace(end_of(sent[:-1]), num_blocks=2))
+
+
+def test_the_ends_checksum_is_of_the_parts_as_they_came() -> None:
+    judge = checker()
+    accept_all(judge, cut([100]))
+    with pytest.raises(CorruptBlockError, match="END's checksum is not that"):
+        judge.finish(end_of(frames()))  # the same bytes, told of as whole slabs
+
+
+def take(judge: HandoffChecker, sent: list[Frame], end: HandoffEnd) -> dict[int, bytes]:
+    """What a receiver has then in each block; raises what the checker does."""
+    slabs = dict.fromkeys(range(3), b"")
+    for frame in sent:
+        index = judge.accept(frame)
+        assert frame.offset_bytes == len(slabs[index]), "a part is written behind the one before"
+        slabs[index] += bytes(frame.payload)
+    judge.finish(end)
+    return slabs
+
+
+slab_cuts = st.sets(st.integers(1, 255), max_size=3).map(sorted)
+
+
+@given(st.tuples(slab_cuts, slab_cuts, slab_cuts))
+def test_any_cut_is_accepted_and_gives_the_slabs(cuts: tuple[list[int], ...]) -> None:
+    """The receiver does not ask for the cut that its own sender would make."""
+    sent = [frame for index in range(3) for frame in cut(cuts[index]) if frame.block_index == index]
+    end = dataclasses.replace(end_of(sent), num_blocks=3)
+    assert take(checker(), sent, end) == {index: slab_of(index) for index in range(3)}
+
+
+@given(slab_cuts, st.data())
+def test_a_stream_that_lost_doubled_or_moved_a_part_is_never_believed(cuts: list[int], data: st.DataObject) -> None:
+    """With the END of the good stream, and with one that was made to fit."""
+    good = cut(cuts)
+    sent, at = list(good), data.draw(st.integers(0, len(good) - 1))
+    other = data.draw(st.integers(0, len(good) - 1))
+    match data.draw(st.sampled_from(["lost", "doubled", "moved", "shifted", "of another block"])):
+        case "lost":
+            del sent[at]
+        case "doubled":
+            sent.insert(other, sent[at])
+        case "moved":
+            sent.insert(other, sent.pop(at))
+        case "shifted":
+            shift = data.draw(st.integers(-255, 255))
+            sent[at] = dataclasses.replace(sent[at], offset_bytes=max(0, sent[at].offset_bytes + shift))
+        case "of another block":
+            sent[at] = dataclasses.replace(sent[at], block_index=sent[other].block_index)
+    if sent == good:
+        return
+    for end in (end_of(good), end_of(sent)):
+        with pytest.raises(CorruptBlockError):
+            take(checker(), sent, dataclasses.replace(end, num_blocks=3))

@@ -19,6 +19,8 @@ from kvrelay.kv.frame import (
     encode,
     frames_per_message,
     pack,
+    part_bytes,
+    parts_per_slab,
     tail_frame,
     verify,
 )
@@ -32,8 +34,8 @@ indexes = st.integers(0, 2**32 - 1)
 hashes = st.binary(min_size=32, max_size=32).filter(any).map(BlockHash)
 frames = st.one_of(
     st.builds(control_frame, st.sampled_from([FrameKind.BEGIN, FrameKind.END]), slabs),
-    st.builds(block_frame, indexes, hashes, slabs, tier=st.sampled_from(Tier)),
-    st.builds(tail_frame, indexes, st.integers(1, 2**32 - 1), slabs),
+    st.builds(block_frame, indexes, hashes, slabs, tier=st.sampled_from(Tier), offset_bytes=indexes),
+    st.builds(tail_frame, indexes, st.integers(1, 2**32 - 1), slabs, offset_bytes=indexes),
 )
 
 
@@ -41,7 +43,7 @@ messages = st.lists(frames, min_size=1, max_size=5)
 
 
 def read_all(message: bytes) -> list[Frame]:
-    found = decode(message, max_payload_bytes=MAX)
+    found = decode(message, max_payload_bytes=MAX, parts=True)
     for frame in found:
         verify(frame)
     return found
@@ -54,18 +56,18 @@ def read(message: bytes) -> Frame:
 
 def forge(**changes: int) -> bytes:
     """A block frame with fields of a hostile peer's choice and a right CRC-32."""
-    fields = {"kind": 2, "tier": 0, "zero": 0, "index": 0, "tokens": 0, "payload_bytes": 256} | changes
-    packed = struct.pack("<4sBBBBIII32s16s", b"KVRF", 2, *fields.values(), b"h" * 32, b"c" * 16)
+    fields = {"kind": 2, "tier": 0, "zero": 0, "index": 0, "tokens": 0, "payload_bytes": 256, "offset": 0} | changes
+    packed = struct.pack("<4sBBBBIIII32s16s", b"KVRF", 3, *fields.values(), b"h" * 32, b"c" * 16)
     return packed + struct.pack("<I", zlib.crc32(packed)) + SLAB
 
 
 def test_header_is_as_documented() -> None:
-    """docs/wire.md, byte for byte; the checksum is XXH3-128 of b"abc", the CRC-32 zlib's of the first 68 bytes."""
-    message = encode(block_frame(7, BlockHash(b"h" * 32), b"abc", tier=Tier.DISK))
-    head = b"KVRF" + bytes([2, 2, 2, 0]) + b"\7\0\0\0" + b"\0\0\0\0" + b"\3\0\0\0" + b"h" * 32
+    """docs/wire.md, byte for byte; the checksum is XXH3-128 of b"abc", the CRC-32 zlib's of the first 72 bytes."""
+    message = encode(block_frame(7, BlockHash(b"h" * 32), b"abc", tier=Tier.DISK, offset_bytes=513))
+    head = b"KVRF" + bytes([3, 2, 2, 0]) + b"\7\0\0\0" + b"\0\0\0\0" + b"\3\0\0\0" + b"\1\2\0\0" + b"h" * 32
     head += bytes.fromhex("06b05ab6733a618578af5f94892f3950")
     assert message == head + zlib.crc32(head).to_bytes(4, "little") + b"abc"
-    assert len(head) + 4 == HEADER_BYTES == 72
+    assert len(head) + 4 == HEADER_BYTES == 76
 
 
 @given(messages)
@@ -88,7 +90,7 @@ THREE = [
     tail_frame(5, 3, SLAB[:7]),
     control_frame(FrameKind.END, b"the end"),
 ]
-STARTS = [0, 72 + 256, 2 * 72 + 256 + 7, 3 * 72 + 256 + 7 + 7]  # of the three frames, and where they end
+STARTS = [0, 76 + 256, 2 * 76 + 256 + 7, 3 * 76 + 256 + 7 + 7]  # of the three frames, and where they end
 
 
 def test_every_flipped_bit_of_every_header_is_found() -> None:
@@ -135,7 +137,7 @@ def test_several_frames_have_at_most_1088_kib_and_one_alone_may_be_longer() -> N
 
 @pytest.mark.parametrize(
     ("slab_bytes", "num_frames"),
-    [(2**21, 1), (2**20, 1), (2**20 + 65_464, 1), (2**19, 2), (368_640, 3), (2**18, 4), (2**16, 16), (512, 1_907)],
+    [(2**21, 1), (2**20, 1), (2**20 + 65_460, 1), (2**19, 2), (368_640, 3), (2**18, 4), (2**16, 16), (512, 1_894)],
 )
 def test_blocks_a_message_holds(slab_bytes: int, num_frames: int) -> None:
     """368,640 is the demo model's slab in bfloat16, 2 MiB one of a model of eight billion parameters."""
@@ -179,6 +181,7 @@ def test_noise_is_refused(noise: bytes) -> None:
         (forge(tokens=3), "num_tokens 3"),
         (forge(kind=3, tokens=3), "it alone, has a hash"),
         (forge(kind=1, index=1), "it alone, has a hash"),
+        (forge(offset=256), "BLOCK frame, block 0: a part from byte 256 of the slab; whole slabs are due here"),
     ],
 )
 def test_hostile_fields_under_a_right_crc_are_refused(message: bytes, reason: str) -> None:
@@ -188,9 +191,66 @@ def test_hostile_fields_under_a_right_crc_are_refused(message: bytes, reason: st
 
 def test_another_version_is_named() -> None:
     message = bytearray(forge())
-    message[4] = 1
-    with pytest.raises(CorruptBlockError, match="version is 1; this side speaks 2"):
+    message[4] = 2
+    with pytest.raises(CorruptBlockError, match="version is 2; this side speaks 3"):
         decode(bytes(message), max_payload_bytes=MAX)
+
+
+def test_a_frame_of_the_version_before_is_refused_by_its_name() -> None:
+    """Whose header had no offset: 72 bytes."""
+    packed = struct.pack("<4sBBBBIII32s16s", b"KVRF", 2, 2, 0, 0, 0, 0, 256, b"h" * 32, b"c" * 16)
+    message = packed + struct.pack("<I", zlib.crc32(packed)) + SLAB
+    with pytest.raises(CorruptBlockError, match="version is 2; this side speaks 3"):
+        decode(message, max_payload_bytes=MAX)
+
+
+def test_a_short_frame_of_the_version_before_is_refused_by_its_name_too() -> None:
+    """A BEGIN that is shorter than this version's longer header."""
+    packed = struct.pack("<4sBBBBIII32s16s", b"KVRF", 2, 1, 0, 0, 0, 0, 0, bytes(32), b"c" * 16)
+    with pytest.raises(CorruptBlockError, match="version is 2; this side speaks 3"):
+        decode(packed + struct.pack("<I", zlib.crc32(packed)), max_payload_bytes=MAX)
+
+
+def test_a_control_frame_has_no_offset() -> None:
+    packed = struct.pack("<4sBBBBIIII32s16s", b"KVRF", 3, 4, 0, 0, 0, 0, 0, 1, bytes(32), b"c" * 16)
+    with pytest.raises(CorruptBlockError, match="END frame has offset 1; it must be 0"):
+        decode(packed + struct.pack("<I", zlib.crc32(packed)), max_payload_bytes=MAX, parts=True)
+
+
+def test_parts_are_refused_unless_they_are_asked_for() -> None:
+    """Also behind a whole slab in the same message."""
+    whole = block_frame(0, BlockHash(b"h" * 32), SLAB)
+    part = block_frame(1, BlockHash(b"i" * 32), SLAB, offset_bytes=9)
+    assert decode(encode(whole, part), max_payload_bytes=MAX, parts=True) == [whole, part]
+    with pytest.raises(CorruptBlockError, match="block 1: a part from byte 9 of the slab; whole slabs are due here"):
+        decode(encode(whole, part), max_payload_bytes=MAX)
+
+
+@pytest.mark.parametrize(
+    ("slab_bytes", "num_parts", "longest"),
+    [
+        (256, 1, 256),
+        (720 * 2**10, 1, 737_280),
+        (1_114_036, 1, 1_114_036),  # as much as a message has room for
+        (1_114_037, 2, 557_019),
+        (2 * 2**20, 2, 2**20),
+        (5 * 2**20, 5, 2**20),
+    ],
+)
+def test_a_slab_is_cut_into_as_few_parts_as_messages_have_room_for(
+    slab_bytes: int, num_parts: int, longest: int
+) -> None:
+    """2 MiB are of a model of eight billion parameters, 5 MiB of one of seventy, 720 KiB of the demo's in float32."""
+    assert (parts_per_slab(slab_bytes), part_bytes(slab_bytes)) == (num_parts, longest)
+
+
+@given(st.integers(1, 64 * 2**20))
+def test_every_part_fits_a_message_and_no_two_of_a_slab_do(slab_bytes: int) -> None:
+    num_parts, longest = parts_per_slab(slab_bytes), part_bytes(slab_bytes)
+    assert longest + HEADER_BYTES <= MESSAGE_BYTES
+    assert (num_parts - 1) * longest < slab_bytes <= num_parts * longest
+    if num_parts > 1:
+        assert frames_per_message(longest) == 1
 
 
 def test_a_block_payload_is_left_to_verify_but_a_control_payload_is_not() -> None:

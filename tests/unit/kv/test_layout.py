@@ -1,6 +1,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.kv.layout import KVLayout
@@ -48,6 +50,30 @@ def test_what_follows_a_partial_blocks_tokens_is_zeroed_in_every_plane(num_token
     cleared = layout.without_rest(slab, num_tokens)
     assert bytes(cleared) == b"".join(bytes([value]) * 4 for value in bytes.fromhex(expected))
     assert slab[4] == 2, "a copy"
+
+
+@given(
+    st.builds(
+        KVLayout,
+        num_layers=st.integers(1, 3),
+        num_kv_heads=st.integers(1, 2),
+        head_dim=st.integers(1, 3),
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+        block_tokens=st.integers(1, 5),
+    ),
+    st.data(),
+)
+def test_parts_have_the_same_zeros_as_the_slab_wherever_it_is_cut(layout: KVLayout, data: st.DataObject) -> None:
+    """Not one byte of an earlier owner is in any part."""
+    num_tokens = data.draw(st.integers(0, layout.block_tokens))
+    slab = bytes(1 + i % 255 for i in range(layout.slab_bytes))
+    row_bytes = layout.token_bytes // (2 * layout.num_layers)
+    expected = bytes(byte if i // row_bytes % layout.block_tokens < num_tokens else 0 for i, byte in enumerate(slab))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(slab) - 1), max_size=4)))
+    bounds = list(zip([0, *cuts], [*cuts, len(slab)], strict=True))
+    parts = [layout.without_rest(slab[start:end], num_tokens, start) for start, end in bounds]
+    assert [len(part) for part in parts] == [end - start for start, end in bounds]
+    assert b"".join(parts) == bytes(layout.without_rest(slab, num_tokens)) == expected
 
 
 @pytest.mark.parametrize(

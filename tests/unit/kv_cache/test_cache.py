@@ -4,6 +4,8 @@ import struct
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.errors import CorruptBlockError
 from kvrelay.kv.cache import PagedKVCache
@@ -70,6 +72,33 @@ def test_slab_of_another_length_is_refused_and_changes_nothing(num_bytes: int) -
     with pytest.raises(CorruptBlockError, match=f"a slab of {num_bytes} bytes; this layout's have 128"):
         cache.write_slab(BlockId(1), bytes(num_bytes))
     assert cache.tensor.flatten().tolist() == list(range(96))
+
+
+def test_a_part_of_a_slab_is_viewed_and_written_where_it_lies() -> None:
+    cache = numbered_cache()
+    assert cache.view_slabs([BlockId(2), BlockId(0)], 8, 16) == [struct.pack("<2f", 66, 67), struct.pack("<2f", 2, 3)]
+    cache.write_part(BlockId(1), struct.pack("<3f", 100, 101, 102), 29 * 4)
+    assert cache.tensor.flatten().tolist() == [*range(61), 100, 101, 102, *range(64, 96)]
+
+
+@pytest.mark.parametrize(("offset_bytes", "num_bytes"), [(1, 128), (0, 129), (127, 2), (128, 1), (-1, 1), (-4, 4)])
+def test_a_part_that_reaches_into_another_block_is_refused_and_changes_nothing(
+    offset_bytes: int, num_bytes: int
+) -> None:
+    cache = numbered_cache()
+    message = f"{num_bytes} bytes from byte {offset_bytes} of a slab; this layout's have 128"
+    with pytest.raises(CorruptBlockError, match=message):
+        cache.write_part(BlockId(1), bytes(num_bytes), offset_bytes)
+    assert cache.tensor.flatten().tolist() == list(range(96))
+
+
+@given(st.sets(st.integers(1, 127), max_size=6).map(sorted))
+def test_a_slab_written_in_parts_is_the_slab(cuts: list[int]) -> None:
+    source, target = numbered_cache(), PagedKVCache(LAYOUT, 3)
+    for start, end in zip([0, *cuts], [*cuts, 128], strict=True):
+        (part,) = source.view_slabs([BlockId(1)], start, end)
+        target.write_part(BlockId(2), part, start)
+    assert target.tensor.flatten().tolist() == [*[0] * 64, *range(32, 64)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

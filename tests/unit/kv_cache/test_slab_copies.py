@@ -111,6 +111,15 @@ def test_a_slab_written_is_not(cache: PagedKVCache, cuda: FakeCuda) -> None:
     assert not cache.tensor[3:].any()
 
 
+def test_parts_of_slabs_move_alone(cache: PagedKVCache, cuda: FakeCuda) -> None:
+    """Only their bytes go through the buffers: what another slab left there stays where it is."""
+    cache.write_slab(BlockId(2), slab(50))
+    for _ in range(NUM_STAGING_BUFFERS):  # until the same buffer comes again
+        cache.write_part(BlockId(3), slab(200)[8:20], 8)
+    assert cache.tensor[3].flatten().tolist() == [0, 0, 202, 203, 204, *[0] * 27]
+    assert cache.view_slabs([BlockId(2), BlockId(3)], 8, 16) == [slab(50)[8:16], slab(200)[8:16]]
+
+
 def test_buffers_take_turns_and_are_free_before_they_are_filled(cache: PagedKVCache, cuda: FakeCuda) -> None:
     for block in range(NUM_STAGING_BUFFERS + 1):
         cache.write_slab(BlockId(block), slab(block))

@@ -22,11 +22,12 @@ def test_a_new_link_starts_with_128_kib_or_one_block() -> None:
 @pytest.mark.parametrize(
     ("slab_bytes", "full_bytes"),
     [
-        (512, 1_907 * (512 + 72)),
-        (360 * KIB, 3 * (360 * KIB + 72)),
-        (MIB // 2, 2 * (MIB // 2 + 72)),
-        (720 * KIB, 720 * KIB + 72),
-        (2 * MIB, 2 * MIB + 72),
+        (512, 1_894 * (512 + 76)),
+        (360 * KIB, 3 * (360 * KIB + 76)),
+        (MIB // 2, 2 * (MIB // 2 + 76)),
+        (720 * KIB, 720 * KIB + 76),
+        (2 * MIB, MIB + 76),
+        (5 * MIB, MIB + 76),
     ],
 )
 def test_a_fast_link_gets_two_full_messages_and_no_more(slab_bytes: int, full_bytes: int) -> None:
@@ -49,7 +50,7 @@ def test_a_late_answer_takes_the_bound_at_once_to_what_the_link_carries_in_a_qua
     pace.answered(pace.sent(500_000, 10.0), 10.5)
     assert pace.bound_bytes == 250_000
     pace.answered(pace.sent(100_000, 20.0), 60.0)
-    assert pace.bound_bytes == KIB + 72, "one block may always go"
+    assert pace.bound_bytes == KIB + 76, "one part may always go"
 
 
 def test_a_small_message_that_came_in_time_takes_nothing_away() -> None:
@@ -82,7 +83,7 @@ def test_a_ping_waits_less_than_a_second_at_any_rate(bytes_per_s: float, num_str
     assert link.num_bytes > 0.9 * 20.0 * bytes_per_s, "the link has hardly been idle"
     link.worst_ping_s = 0.0
     link.run(5.0)
-    assert link.worst_ping_s < max(0.3, 1.1 * link.turns.block_bytes / bytes_per_s)
+    assert link.worst_ping_s < max(0.3, 1.1 * link.turns.part_bytes / bytes_per_s)
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
@@ -99,7 +100,7 @@ def test_the_whole_window_is_used_at_a_gigabyte_a_second() -> None:
     link = SimulatedLink(turns, 1e9)
     link.open(1)
     link.run(0.05)
-    assert turns.pace.bound_bytes == 2 * turns.pace.message_bytes == 2 * 16 * (SLAB + 72)
+    assert turns.pace.bound_bytes == 2 * turns.pace.message_bytes == 2 * 16 * (SLAB + 76)
     assert turns.pace.in_flight_bytes == turns.pace.bound_bytes
 
 
@@ -108,7 +109,7 @@ def test_a_long_round_trip_does_not_keep_a_link_slow() -> None:
     link = SimulatedLink(Turns(SLAB), 100e6, round_trip_s=0.1)
     link.open(2)
     link.run(2.0)
-    assert link.turns.pace.bound_bytes == 2 * 16 * (SLAB + 72)
+    assert link.turns.pace.bound_bytes == 2 * 16 * (SLAB + 76)
 
 
 def test_a_link_that_becomes_slow_has_short_pings_after_what_was_on_the_way() -> None:
@@ -123,7 +124,7 @@ def test_a_link_that_becomes_slow_has_short_pings_after_what_was_on_the_way() ->
     assert link.worst_ping_s < 0.3
     link.bytes_per_s = 1e9
     link.run(1.0)
-    assert turns.pace.bound_bytes == 2 * 16 * (SLAB + 72)
+    assert turns.pace.bound_bytes == 2 * 16 * (SLAB + 76)
 
 
 def test_a_clock_that_stands_still_is_no_error() -> None:

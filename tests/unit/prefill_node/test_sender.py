@@ -57,6 +57,7 @@ class Handoff:
     turns: Turns | None = None  # of the link; None: of a new one
     clock: Callable[[], float] = time.monotonic
     reads: list[tuple[BlockId, ...]] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)  # of each read, the bytes of the slabs
 
     def admit(self, num_tokens: int) -> None:
         block_ids = tuple(BlockId(100 + i) for i in range(LAYOUT.blocks_for(num_tokens)))
@@ -65,9 +66,10 @@ class Handoff:
     def compute(self, num_tokens: int, token: GeneratedToken | None = None) -> None:
         self.progress.take(Computed(JOB, num_tokens, token), now=0.0)
 
-    def view_slabs(self, block_ids: Seq[BlockId]) -> list[bytes]:
+    def view_slabs(self, block_ids: Seq[BlockId], start: int, end: int) -> list[bytes]:
         self.reads.append(tuple(block_ids))
-        return [slab_of(block_id, self.model.layout) for block_id in block_ids]
+        self.ranges.append((start, end))
+        return [slab_of(block_id, self.model.layout)[start:end] for block_id in block_ids]
 
     async def send(self, num_tokens: int, first_block: int = 0, stall_s: float = 30.0) -> HandoffReport:
         token_ids = tuple(i % 300 for i in range(num_tokens))
@@ -170,13 +172,19 @@ async def test_blocks_leave_as_their_chunks_end(handoff: Handoff) -> None:
 
 @pytest.mark.parametrize(
     ("num_layers", "window"),
-    [(2, ((100, 101), (102, 103))), (3, ((100,), (101,))), (4, ((100,), (101,))), (8, ((100,), (101,)))],
+    [
+        (2, ((100, 101), (102, 103))),
+        (3, ((100,), (101,))),
+        (4, ((100,), (101,))),
+        (8, ((100,), (100,))),
+        (20, ((100,), (100,))),
+    ],
 )
 async def test_at_most_two_messages_are_unanswered_on_a_fast_link(
     handoff: Handoff, num_layers: int, window: tuple[tuple[int, ...], ...]
 ) -> None:
-    """Slabs of 1/2, 3/4, 1 and 2 MiB. A receiver that does not answer holds the memory of the sender at two messages,
-    however long the prompt; and each message is of about 1 MiB, or of one block."""
+    """Slabs of 1/2, 3/4, 1, 2 and 5 MiB. A receiver that does not answer holds the memory of the sender at two
+    messages, however long the prompt; and each message is of about 1 MiB, also where a block is longer."""
     handoff.model = model_of(LARGE, num_layers=num_layers)
     handoff.turns = known_link(handoff.model.layout.slab_bytes)
     handoff.receiver.may_acknowledge.clear()
@@ -186,6 +194,38 @@ async def test_at_most_two_messages_are_unanswered_on_a_fast_link(
         await handoff.send(1_000, stall_s=0.5)
     assert tuple(handoff.reads) == window
     assert handoff.turns.pace.in_flight_bytes == 0, "the link has back what the handoff held"
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "cuts"),
+    [
+        (8, [(0, MIB), (MIB, 2 * MIB)]),
+        (20, [(0, MIB), (MIB, 2 * MIB), (2 * MIB, 3 * MIB), (3 * MIB, 4 * MIB), (4 * MIB, 5 * MIB)]),
+    ],
+)
+async def test_a_slab_that_is_longer_than_a_message_leaves_in_parts(
+    handoff: Handoff, num_layers: int, cuts: list[tuple[int, int]]
+) -> None:
+    """Slabs of 2 and 5 MiB: two full blocks and a tail. Only whole blocks are counted, in answers and in END."""
+    handoff.model = model_of(LARGE, num_layers=num_layers)
+    handoff.receiver.slab_bytes = handoff.model.layout.slab_bytes
+    handoff.admit(37)
+    handoff.compute(37, TOKEN)
+    report = await handoff.send(37)
+    frames, num_parts = handoff.receiver.blocks, len(cuts)
+    assert [frame.block_index for frame in frames] == [0] * num_parts + [1] * num_parts + [2] * num_parts
+    assert [(frame.offset_bytes, frame.offset_bytes + len(frame.payload)) for frame in frames] == cuts * 3
+    assert handoff.ranges == cuts * 3
+    assert {frame.kind for frame in frames[: 2 * num_parts]} == {FrameKind.BLOCK}
+    assert len({frame.block_hash for frame in frames[:num_parts]}) == 1
+    assert {(frame.kind, frame.num_tokens) for frame in frames[2 * num_parts :]} == {(FrameKind.TAIL, 5)}
+    assert handoff.receiver.end is not None
+    assert handoff.receiver.end.num_blocks == 3
+    assert report.num_bytes == 3 * handoff.model.layout.slab_bytes
+    assert max(handoff.receiver.messages) == MIB + 76
 
 
 async def test_a_new_link_has_one_block_on_the_way_until_it_has_answered(handoff: Handoff) -> None:

@@ -26,39 +26,39 @@ def open_turns(turns: Turns, count: int) -> tuple[list[Turn], list[int]]:
 def test_a_handoff_alone_sends_at_once() -> None:
     turns = Turns(SLAB)
     (turn,), _ = open_turns(turns, 1)
-    assert turn.num_blocks(1) == 1
+    assert turn.num_parts(1) == 1
 
 
 def test_who_asked_first_sends_first_and_the_next_is_told() -> None:
     (first, second), told = open_turns(known_link(SLAB), 2)
-    assert first.num_blocks(9) == 2
-    assert second.num_blocks(1) == 0
+    assert first.num_parts(9) == 2
+    assert second.num_parts(1) == 0
     first.sent(2, 0.0)
     assert told == [1]
-    assert second.num_blocks(1) == 1
-    assert first.num_blocks(7) == 0, "it is behind the other now"
+    assert second.num_parts(1) == 1
+    assert first.num_parts(7) == 0, "it is behind the other now"
 
 
 def test_a_full_link_makes_wait_until_an_answer() -> None:
     (first, second), told = open_turns(known_link(SLAB), 2)
     for _ in range(2):
-        first.sent(first.num_blocks(9), 0.0)
-    assert second.num_blocks(9) == 0
+        first.sent(first.num_parts(9), 0.0)
+    assert second.num_parts(9) == 0
     first.answered(0.001)
     assert told == [1]
-    assert second.num_blocks(9) == 2
+    assert second.num_parts(9) == 2
 
 
 def test_a_handoff_that_ends_gives_back_what_it_holds_and_its_place() -> None:
     turns = known_link(SLAB)
     (first, second, third), told = open_turns(turns, 3)
     for _ in range(2):
-        first.sent(first.num_blocks(9), 0.0)
-    assert (second.num_blocks(9), third.num_blocks(9)) == (0, 0)
+        first.sent(first.num_parts(9), 0.0)
+    assert (second.num_parts(9), third.num_parts(9)) == (0, 0)
     second.close()
     first.close()
     assert told[-1] == 2
-    assert third.num_blocks(9) == 2
+    assert third.num_parts(9) == 2
     assert turns.pace.in_flight_bytes == 0
 
 
@@ -91,7 +91,7 @@ class SharedLink(RuleBasedStateMachine):
 
     @rule(turn=turns_open, num_waiting=st.integers(1, 9))
     def ask(self, turn: Turn, num_waiting: int) -> None:
-        num_blocks = turn.num_blocks(num_waiting)
+        num_blocks = turn.num_parts(num_waiting)
         if not num_blocks and self.sizes[turn] and turn not in self.turns._queue:  # it has its share
             self.waiting = [other for other in self.waiting if other is not turn]
             return
@@ -125,8 +125,8 @@ class SharedLink(RuleBasedStateMachine):
     def all_is_counted(self) -> None:
         """What is on the way is part of what is not answered: some of that is known to have arrived."""
         num_unanswered = [sum(sizes) for sizes in self.sizes.values()]
-        assert 0 <= self.pace.in_flight_bytes <= min(4, sum(num_unanswered)) * self.turns.block_bytes
-        assert self.turns.block_bytes <= self.pace.bound_bytes <= 4 * self.turns.block_bytes
+        assert 0 <= self.pace.in_flight_bytes <= min(4, sum(num_unanswered)) * self.turns.part_bytes
+        assert self.turns.part_bytes <= self.pace.bound_bytes <= 4 * self.turns.part_bytes
         assert max(num_unanswered, default=0) <= 4
 
     def teardown(self) -> None:
@@ -134,7 +134,7 @@ class SharedLink(RuleBasedStateMachine):
             turn.close()
         assert self.pace.in_flight_bytes == 0
         late = Turn(self.turns, lambda: None)
-        assert late.num_blocks(1) == 1, "nobody is left in the line"
+        assert late.num_parts(1) == 1, "nobody is left in the line"
 
 
 TestSharedLink = SharedLink.TestCase
@@ -144,11 +144,11 @@ TestSharedLink.settings = settings(max_examples=100, stateful_step_count=40, dea
 def test_the_next_in_line_is_told_when_a_handoff_ends_that_filled_the_link() -> None:
     (first, second), told = open_turns(known_link(SLAB), 2)
     for _ in range(2):
-        first.sent(first.num_blocks(9), 0.0)
-    assert second.num_blocks(9) == 0
+        first.sent(first.num_parts(9), 0.0)
+    assert second.num_parts(9) == 0
     first.close()
     assert told == [1]
-    assert second.num_blocks(9) == 2
+    assert second.num_parts(9) == 2
 
 
 def test_streams_that_are_left_unanswered_do_not_hold_up_the_others() -> None:
@@ -157,12 +157,12 @@ def test_streams_that_are_left_unanswered_do_not_hold_up_the_others() -> None:
     told: list[str] = []
     silent = [Turn(turns, lambda: told.append("silent")) for _ in range(2)]
     for turn in silent:
-        turn.sent(turn.num_blocks(10_000), 1.0)
+        turn.sent(turn.num_parts(10_000), 1.0)
     other = Turn(turns, lambda: told.append("other"))
-    assert other.num_blocks(1) == 0
+    assert other.num_parts(1) == 0
     other.arrived_before(2.0)
     assert told[-1] == "other"
-    assert other.num_blocks(1) == 1
+    assert other.num_parts(1) == 1
     for turn in (*silent, other):
         turn.close()
     assert turns.pace.in_flight_bytes == 0

@@ -26,7 +26,7 @@ def places_of_frames() -> list[int]:
     for parts in MESSAGES:
         at += 5
         for part in parts:
-            if len(part) >= 72:
+            if len(part) >= 76:
                 places.append(at)
             at += len(part)
     return places
