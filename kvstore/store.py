@@ -147,7 +147,7 @@ class Store:
         return 0.0
 
     def pin(self, keys: Sequence[bytes], pin_s: float) -> int:
-        """Keeps the blocks, and those before them in their chains, for `pin_s` from now; 0 unpins. How many are held."""
+        """Keeps these and those before them in their chains for `pin_s` from now; 0 unpins. How many are held."""
         raise NotImplementedError
 
     async def delete(self, selector: Selector) -> tuple[int, int]:
