@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -17,9 +17,11 @@ from itertools import islice, takewhile
 
 from kvrelay.errors import CorruptBlockError
 from kvrelay.types import Tier
-from kvstore.block import StoredBlock
+from kvstore.block import BlockInfo, StoredBlock
 from kvstore.disk import DiskFailedError, DiskTier
+from kvstore.listing import HeldBlock, Progress, TenantHoldings
 from kvstore.memory import MemoryTier
+from kvstore.selector import Selector
 from kvstore.writer import DiskWriter
 
 READ_AHEAD = 4  # blocks of a Get that are read while earlier ones are being sent
@@ -54,6 +56,10 @@ class StoreStats:
     misses: int
     corrupt: int
     write_failures: int
+    expired: int = 0
+    num_pinned: int = 0
+    file_bytes: int = 0
+    tenants: tuple[TenantHoldings, ...] = ()  # those that hold most first
 
 
 class Store:
@@ -112,7 +118,9 @@ class Store:
                 read.cancel()
             self.touch(keys[:num_served])
 
-    async def put(self, key: bytes, block: StoredBlock) -> PutOutcome:
+    async def put(self, info: BlockInfo, block: StoredBlock) -> PutOutcome:
+        """REFUSED where the block before it is not held, except for a first one (chain_index 0)."""
+        key = info.key
         if block.num_bytes == 0:
             return PutOutcome.REFUSED
         try:
@@ -133,6 +141,37 @@ class Store:
         self._memory.lru.touch(reversed(keys))
         if self._writer is not None:
             self._writer.lru.touch(reversed(keys))
+
+    def default_ttl_s(self, tenant: str) -> float:
+        """How long a block of this tenant stays after its last use when its Put does not say; 0: no end."""
+        return 0.0
+
+    def pin(self, keys: Sequence[bytes], pin_s: float) -> int:
+        """Keeps these and those before them in their chains for `pin_s` from now; 0 unpins. How many are held."""
+        raise NotImplementedError
+
+    async def delete(self, selector: Selector) -> tuple[int, int]:
+        """Drops the blocks meant, pinned ones too, and what follows them; blocks and slab bytes. They miss at once,
+        and are off the disk when this returns. Raises UnavailableError if the disk would not have it."""
+        raise NotImplementedError
+
+    def list(self, tenant: str = "", namespace: bytes = b"") -> Iterator[HeldBlock]:
+        """The blocks held now, of one tenant, of a namespace (or of a model, by its model_key); "" and b"": all.
+
+        Others may use the store between two of them; what is gone by then is left out.
+        """
+        raise NotImplementedError
+
+    def verify(self) -> AsyncGenerator[Progress, None]:
+        """Proves every block on disk, and drops what fails."""
+        raise NotImplementedError
+
+    def compact(self) -> AsyncGenerator[Progress, None]:
+        """Writes the LMDB file anew without its free pages. Writing waits, reading goes on.
+
+        Raises UnavailableError without a disk tier or without room for the new file.
+        """
+        raise NotImplementedError
 
     def stats(self) -> StoreStats:
         memory, writer = self._memory, self._writer
