@@ -82,6 +82,8 @@ class StoreAdmin:
             return await answer(call, from_pb)
         except UnavailableError as error:
             raise self._absent(error) from error
+        except DeadlineError as error:
+            raise DeadlineError(f"the kvstore at {self.address} did not answer in time") from error
 
     async def _replies(self, call: StreamCall, from_pb: Callable[[Any], T]) -> AsyncGenerator[T, None]:
         try:

@@ -52,8 +52,16 @@ RANKS = {
     "kvrelay.demo_model": 7,
     "kvrelay.duration": 7,
     "kvrelay.local_cluster": 7,
+    "kvrelay.progress_bar": 7,
     "kvrelay.role_process": 7,
+    "kvrelay.store_chains": 7,
+    "kvrelay.store_command": 7,
+    "kvrelay.store_look": 7,
+    "kvrelay.store_targets": 7,
+    "kvrelay.store_warm": 7,
+    "kvrelay.store_work": 7,
     "kvrelay.up": 7,
+    "kvrelay.warm_prompts": 7,
 }
 TORCH_RANKS = (4, 5)  # and the roles that compute
 TORCH_ROLES = ("prefill_node", "decode_node")
