@@ -33,6 +33,7 @@ RANKS = {
     "kvrelay.detokenizer": 2,
     "kvrelay.rpc": 3,
     "kvrelay.kv.remote": 3,
+    "kvrelay.kv.remote_admin": 3,
     "kvrelay.kv.offload": 3,
     "kvrelay.client": 3,
     "kvrelay.kv.cache": 4,
@@ -49,6 +50,7 @@ RANKS = {
     "kvrelay.cli": 7,
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,
+    "kvrelay.duration": 7,
     "kvrelay.local_cluster": 7,
     "kvrelay.role_process": 7,
     "kvrelay.up": 7,
@@ -111,6 +113,7 @@ def _may_use_pb(name: str) -> bool:
     services = tuple(f"{role}.service" for role in ROLES)
     return name.startswith(("kvrelay.pb.", "kvrelay.rpc.")) or name in (
         "kvrelay.kv.remote",
+        "kvrelay.kv.remote_admin",
         "kvrelay.client",
         *services,
     )
