@@ -1,4 +1,4 @@
-"""What the store keeps: a slab and the checksum that proves it, under a key that names its namespace; whose it is."""
+"""What the store keeps: a slab, the checksum that proves it, a key that names its namespace, and whose it is."""
 
 from __future__ import annotations
 
