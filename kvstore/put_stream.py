@@ -18,12 +18,12 @@ class PutStream:
     """`default_ttl_s` gives a tenant's time to live where the sender names none."""
 
     def __init__(self, default_ttl_s: Callable[[str], float]) -> None:
-        self.keys: list[bytes] = []  # of the blocks that came
         self.ended = False
         self._default_ttl_s = default_ttl_s
         self._begin: PutBegin | None = None
         self._namespace = b""
         self._ttl_s = 0.0
+        self._num_blocks = 0
         self._chain = ChecksumChain()
         self._outcomes = dict.fromkeys(PutOutcome, 0)
 
@@ -61,12 +61,12 @@ class PutStream:
         self._begin = begin
 
     def _take_block(self, found: Frame, begin: PutBegin) -> BlockInfo:
-        index = len(self.keys)
+        index = self._num_blocks
         if found.kind is not FrameKind.BLOCK or found.block_index != index:
             raise InvalidRequestError(
                 f"Put: {found.kind.name} {found.block_index} came where block {index} or END was due"
             )
-        self.keys.append(self._namespace + found.block_hash)
+        self._num_blocks += 1
         self._chain.add(found.checksum)
         if not begin.parent_hashes:  # of a sender that knows no chains: every block stands alone
             return self._info(found, begin, NO_HASH, 0)
@@ -76,7 +76,7 @@ class PutStream:
 
     def _info(self, found: Frame, begin: PutBegin, parent: bytes, chain_index: int) -> BlockInfo:
         return BlockInfo(
-            key=self.keys[-1],
+            key=self._namespace + found.block_hash,
             parent=self._namespace + parent,
             chain_index=chain_index,
             tenant=begin.tenant,
@@ -85,8 +85,8 @@ class PutStream:
 
     def _take_end(self, found: Frame) -> None:
         end = handoff_end_from_bytes(bytes(found.payload))
-        if end.num_blocks != len(self.keys) or end.checksum != self._chain.digest():
+        if end.num_blocks != self._num_blocks or end.checksum != self._chain.digest():
             raise CorruptBlockError(
-                f"Put: END tells of {end.num_blocks} blocks, or of others than the {len(self.keys)} here"
+                f"Put: END tells of {end.num_blocks} blocks, or of others than the {self._num_blocks} here"
             )
         self.ended = True

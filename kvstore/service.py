@@ -108,7 +108,6 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                     payload = found.payload if len(frames) == 1 else bytes(found.payload)
                     stream.count(await self._store.put(info, StoredBlock(payload, found.checksum)))
             if stream.ended:
-                self._store.touch(stream.keys)
                 return convert_kvstore.put_reply_to_bytes(stream.reply())
         raise InvalidRequestError("a Put stream ended without an END frame")
 
