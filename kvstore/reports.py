@@ -9,7 +9,7 @@ from kvrelay.types import BlockHash
 from kvstore.block import NAMESPACE_BYTES, model_key
 from kvstore.listing import HeldBlock, Progress
 from kvstore.selector import Selector
-from kvstore.store import StoreStats
+from kvstore.stats import StoreStats
 
 MAX_TENANTS = 100
 

@@ -14,7 +14,8 @@ from kvstore.block import NAMESPACE_BYTES, BlockInfo, StoredBlock
 from kvstore.listing import HeldBlock, Progress, TenantHoldings
 from kvstore.selector import Selector
 from kvstore.service import KVStoreService
-from kvstore.store import PutOutcome, StoreStats, TierHoldings
+from kvstore.stats import StoreStats, TierHoldings
+from kvstore.store import PutOutcome
 from tests.support.grpc_ends import serving
 from tests.support.store_blocks import hash_of
 
@@ -58,9 +59,6 @@ class FakeStore:
             return PutOutcome.REFUSED
         self.held[info.key] = HeldBlock(info, Tier.MEMORY, block.num_bytes, 0.0, info.ttl_s or None, 0.0)
         return PutOutcome.STORED
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        pass
 
     def pin(self, keys: Sequence[bytes], pin_s: float) -> int:
         here = [key for key in keys if key in self.held]
