@@ -10,7 +10,6 @@ from kvstore.block import BlockInfo, StoredBlock
 from kvstore.index import TierIndex
 from kvstore.quotas import Quotas
 
-
 # Beyond the capacity, for blocks that were evicted while somebody still looks at them: who writes or sends them.
 SLACK_BYTES = 96 << 20
 

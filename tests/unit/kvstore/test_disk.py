@@ -19,9 +19,7 @@ BOOT = "boot-1"
 DISK_BYTES = 4 << 20
 
 
-def open_tier(
-    path: Path, disk_bytes: int = DISK_BYTES, boot_id: str = BOOT, *, disposable: bool = False
-) -> DiskTier:
+def open_tier(path: Path, disk_bytes: int = DISK_BYTES, boot_id: str = BOOT, *, disposable: bool = False) -> DiskTier:
     return DiskTier(path, disk_bytes, boot_id, disposable=disposable)
 
 
