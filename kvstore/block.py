@@ -27,7 +27,7 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """`payload` is never written to after it is stored, and may be a view into the message it came in."""
+    """`payload` may be a view: of the message it came in, of the memory tier, or of a page of LMDB."""
 
     payload: Buffer
     checksum: bytes  # xxh3_128 of the payload, made by whoever computed the block

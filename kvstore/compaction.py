@@ -85,10 +85,12 @@ class Compaction:
 
     def _copy(self, target: lmdb.Environment) -> Iterator[int]:
         """In the order of the keys, so that the new file's pages are full; yields each step's bytes."""
-        yield from self._copy_all(b"", target, None)
-        yield from self._copy_all(ENTRIES, target, target.open_db(ENTRIES))  # which puts its name among the others
+        yield from self._copy_all(b"", target)
+        yield from self._copy_all(ENTRIES, target)
 
-    def _copy_all(self, name: bytes, target: lmdb.Environment, database: object) -> Iterator[int]:
+    def _copy_all(self, name: bytes, target: lmdb.Environment) -> Iterator[int]:
+        """After all of the unnamed database: to open another one puts its name among that one's keys."""
+        database = target.open_db(name or None)
         after: bytes | None = None
         while True:
             with target.begin(write=True, db=database) as txn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config import JOIN_HELP, RoleConfig, option
-from kvstore.lifetimes import Lifetimes, parse_duration
+from kvstore.lifetimes import Lifetimes, parse_lifetime
 from kvstore.placement import WritePolicy
 from kvstore.quotas import Quotas
 
@@ -49,7 +49,7 @@ class KVStoreConfig(RoleConfig):
     def check(self) -> None:
         self.quotas()
         self.lifetimes()
-        parse_duration(self.namespace_ttl)
+        parse_lifetime(self.namespace_ttl)
 
 
 def _split(text: str) -> list[str]:

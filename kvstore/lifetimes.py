@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from kvrelay.duration import parse_duration
 from kvrelay.errors import ConfigError
 
 NO_END = 0.0
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +27,18 @@ class Lifetimes:
             tenant, separator, duration = text.rpartition("=")
             if not separator or not tenant:
                 raise ConfigError(f"lifetime {text!r} is not NAME=TIME, such as alice=5m")
-            by_tenant[tenant] = parse_duration(duration)
-        return cls(parse_duration(default), MappingProxyType(by_tenant))
+            by_tenant[tenant] = parse_lifetime(duration)
+        return cls(parse_lifetime(default), MappingProxyType(by_tenant))
 
     def of(self, tenant: str) -> float:
         return self.by_tenant.get(tenant, self.default_s)
 
 
-def parse_duration(text: str) -> float:
-    """Seconds of "90", "90s", "5m", "1h", "7d" or "none", which is NO_END. Raises ConfigError."""
-    if text == "none":
+def parse_lifetime(text: str) -> float:
+    """Seconds of "90s", "5m", "1h", "7d" or "none", which is NO_END. Raises ConfigError."""
+    if text.strip().lower() == "none":
         return NO_END
-    number = text.rstrip("smhd")
     try:
-        seconds = float(number) * _UNITS_S[text[len(number) :]]
-    except (ValueError, KeyError):
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(f"{text!r} is not a time such as 90s, 5m, 1h, 7d or none")
-    return seconds
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a time such as 90s, 5m, 1h, 7d or none") from error

@@ -18,7 +18,7 @@ from kvrelay.types import InstanceId, Role
 from kvstore.config import KVStoreConfig
 from kvstore.directory import current_boot_id
 from kvstore.disk import DiskTier
-from kvstore.lifetimes import parse_duration
+from kvstore.lifetimes import parse_lifetime
 from kvstore.memory import MemoryTier
 from kvstore.metrics import StoreCollector
 from kvstore.placement import WritePolicy
@@ -80,7 +80,7 @@ def _store(config: KVStoreConfig) -> Store:
         reuse_hits=config.reuse_hits,
         disk_quotas=config.quotas(),
         lifetimes=config.lifetimes(),
-        namespace_ttl_s=parse_duration(config.namespace_ttl),
+        namespace_ttl_s=parse_lifetime(config.namespace_ttl),
     )
     memory = MemoryTier(config.memory_bytes, config.quotas())
     disk = None

@@ -10,6 +10,9 @@ from kvstore.block import BlockInfo, StoredBlock
 from kvstore.index import TierIndex
 from kvstore.quotas import Quotas
 
+# Beyond the capacity, for blocks that were evicted while somebody still looks at them: who writes or sends them.
+SLACK_BYTES = 96 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -30,7 +33,7 @@ class MemoryTier:
         self.index = TierIndex(capacity_bytes, quotas or Quotas())
         self.num_refused = 0
         self.on_evicted: Callable[[Resident], None] = _ignore
-        self._arena = Arena(capacity_bytes)
+        self._arena = Arena(capacity_bytes + SLACK_BYTES if capacity_bytes else 0)
         self._residents: dict[bytes, Resident] = {}
         self._keys: dict[int, bytes] = {}  # of the slots' offsets
 

@@ -39,7 +39,8 @@ class Placement:
         for before in self._unwritten(info):
             if not await self._writer.add(before.info, before.block, self._pinned_until(before.info.key)):
                 return False
-        kept = block if resident is None else resident.block
+        # What waits for the disk alone is a copy: a view would keep the whole message that it came in.
+        kept = StoredBlock(bytes(block.payload), block.checksum) if resident is None else resident.block
         return await self._writer.add(info, kept, self._pinned_until(info.key))
 
     def served(self, keys: Iterable[bytes]) -> None:

@@ -104,9 +104,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
             for found in frames:
                 info = stream.take(found)
                 if info is not None:
-                    # A view into a message of several would keep them all in memory for as long as one of them.
-                    payload = found.payload if len(frames) == 1 else bytes(found.payload)
-                    stream.count(await self._store.put(info, StoredBlock(payload, found.checksum)))
+                    stream.count(await self._store.put(info, StoredBlock(found.payload, found.checksum)))
             if stream.ended:
                 return convert_kvstore.put_reply_to_bytes(stream.reply())
         raise InvalidRequestError("a Put stream ended without an END frame")
