@@ -125,7 +125,7 @@ class DiskWriter:
 
     def tick(self) -> None:
         """To be called about once a second: what is due although nobody puts."""
-        if self._owes():
+        if self._owes() and not self._circuit.blocks(self._now()):
             self._work.set()
 
     async def flush(self, timeout_s: float) -> None:
@@ -192,9 +192,10 @@ class DiskWriter:
             self.on_gone(keys)
 
     def _owes(self) -> bool:
-        """Whether a transaction is due for the sake of deletes or entries, and the disk may be tried."""
-        if not self._doomed and not self._entries_due():
-            return False
+        """Whether a transaction is due for the sake of deletes or entries."""
+        return bool(self._doomed) or self._entries_due()
+
+    def _may_try(self) -> bool:
         return not self._circuit.is_open or self._circuit.allows(self._now())
 
     def _entries_due(self) -> bool:
@@ -205,7 +206,7 @@ class DiskWriter:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                while self.pending.has_queued() or self._owes():
+                while self.pending.has_queued() or (self._owes() and self._may_try()):
                     async with self._turn:
                         await self._write_batch(self.pending.take(self._max_batch_bytes))
         except Exception:
