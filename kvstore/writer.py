@@ -83,14 +83,20 @@ class DiskWriter:
 
         While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed.
         """
-        if not self._accepts(block) or not await self._wait_for_room():
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or not await self._wait_for_room():
             self.num_failures += 1
             return False
         return self._push(info, block, pinned_until)
 
     def offer(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
         """As `add`, but never waits: what leaves memory cannot."""
-        if not self._accepts(block) or self.pending.num_bytes >= MAX_PENDING_BYTES:
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or self.pending.num_bytes >= MAX_PENDING_BYTES:
             self.num_failures += 1
             return False
         return self._push(info, block, pinned_until)
@@ -162,9 +168,13 @@ class DiskWriter:
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def _accepts(self, block: StoredBlock) -> bool:
-        fits = disk_bytes(block.num_bytes) <= self.books.index.capacity_bytes
-        return fits and self._running() and self._circuit.allows(self._now())
+    def _fits(self, info: BlockInfo, block: StoredBlock) -> bool:
+        """Whether room could ever be made; pins may still be in the way when its turn comes."""
+        index, num_bytes = self.books.index, disk_bytes(block.num_bytes)
+        return num_bytes <= min(index.capacity_bytes, index.quotas.of(info.tenant) or index.capacity_bytes)
+
+    def _accepts(self) -> bool:
+        return self._running() and self._circuit.allows(self._now())
 
     def _push(self, info: BlockInfo, block: StoredBlock, pinned_until: float) -> bool:
         if info.key not in self:
