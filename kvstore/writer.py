@@ -83,14 +83,20 @@ class DiskWriter:
 
         While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed.
         """
-        if not self._accepts(block) or not await self._wait_for_room():
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or not await self._wait_for_room():
             self.num_failures += 1
             return False
         return self._push(info, block, pinned_until)
 
     def offer(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
         """As `add`, but never waits: what leaves memory cannot."""
-        if not self._accepts(block) or self.pending.num_bytes >= MAX_PENDING_BYTES:
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or self.pending.num_bytes >= MAX_PENDING_BYTES:
             self.num_failures += 1
             return False
         return self._push(info, block, pinned_until)
@@ -125,7 +131,7 @@ class DiskWriter:
 
     def tick(self) -> None:
         """To be called about once a second: what is due although nobody puts."""
-        if self._owes():
+        if self._owes() and not self._circuit.blocks(self._now()):
             self._work.set()
 
     async def flush(self, timeout_s: float) -> None:
@@ -162,9 +168,13 @@ class DiskWriter:
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def _accepts(self, block: StoredBlock) -> bool:
-        fits = disk_bytes(block.num_bytes) <= self.books.index.capacity_bytes
-        return fits and self._running() and self._circuit.allows(self._now())
+    def _fits(self, info: BlockInfo, block: StoredBlock) -> bool:
+        """Whether room could ever be made; pins may still be in the way when its turn comes."""
+        index, num_bytes = self.books.index, disk_bytes(block.num_bytes)
+        return num_bytes <= min(index.capacity_bytes, index.quotas.of(info.tenant) or index.capacity_bytes)
+
+    def _accepts(self) -> bool:
+        return self._running() and self._circuit.allows(self._now())
 
     def _push(self, info: BlockInfo, block: StoredBlock, pinned_until: float) -> bool:
         if info.key not in self:
@@ -192,9 +202,10 @@ class DiskWriter:
             self.on_gone(keys)
 
     def _owes(self) -> bool:
-        """Whether a transaction is due for the sake of deletes or entries, and the disk may be tried."""
-        if not self._doomed and not self._entries_due():
-            return False
+        """Whether a transaction is due for the sake of deletes or entries."""
+        return bool(self._doomed) or self._entries_due()
+
+    def _may_try(self) -> bool:
         return not self._circuit.is_open or self._circuit.allows(self._now())
 
     def _entries_due(self) -> bool:
@@ -205,7 +216,7 @@ class DiskWriter:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                while self.pending.has_queued() or self._owes():
+                while self.pending.has_queued() or (self._owes() and self._may_try()):
                     async with self._turn:
                         await self._write_batch(self.pending.take(self._max_batch_bytes))
         except Exception:

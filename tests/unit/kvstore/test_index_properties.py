@@ -47,7 +47,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def protected(self) -> set[bytes]:
         pinned = [key for key, until in self.pinned_until.items() if until > self.now and key in self.sizes]
-        return {ancestor for key in pinned for ancestor in chain_of(key)}
+        return {each for key in pinned for each in chain_of(key) if self.joined(each, key)}
 
     def gone(self, dropped: list[bytes]) -> None:
         """They were here, each once, none before its followers."""
@@ -121,4 +121,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestIndex.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

@@ -2,8 +2,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,47 +13,12 @@ from kvrelay.types import Tier
 from kvstore import record
 from kvstore.block import StoredBlock, namespace_key
 from kvstore.disk import MIN_DISK_BYTES, Changes, DiskFullError, DiskTier
-from kvstore.memory import MemoryTier
 from kvstore.store import PutOutcome, Store
 from tests.support.manual_clock import ManualClock
+from tests.support.open_store import FLUSH_S, get, opened, put
 from tests.support.store_blocks import SLAB_BYTES, block_of, chain_of, info_of, key_of
 
-FLUSH_S = 20.0
 STORED, PRESENT, REFUSED = PutOutcome.STORED, PutOutcome.PRESENT, PutOutcome.REFUSED
-
-
-@asynccontextmanager
-async def opened(
-    path: Path | None,
-    *,
-    memory_blocks: int = 1_000,
-    disk_bytes: int = 8 << 20,
-    clock: Callable[[], float] | None = None,
-    make_disk: type[DiskTier] = DiskTier,
-) -> AsyncIterator[Store]:
-    disk = None if path is None else make_disk(path, disk_bytes, "boot-1")
-    store = Store(MemoryTier(memory_blocks * SLAB_BYTES), disk, clock or ManualClock(0.0))
-    await store.start()
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-async def put(store: Store, *numbers: int, flush: bool = True) -> list[PutOutcome]:
-    outcomes = [await store.put(info_of(n), block_of(n)) for n in numbers]
-    if flush:
-        await store.flush(FLUSH_S)
-    return outcomes
-
-
-async def get(store: Store, *numbers: int) -> list[Tier]:
-    """Tiers of what was served, after comparing every byte."""
-    tiers: list[Tier] = []
-    async for block, tier in store.get([key_of(n) for n in numbers]):
-        assert block.payload == block_of(numbers[len(tiers)]).payload
-        tiers.append(tier)
-    return tiers
 
 
 async def test_a_block_is_stored_once_and_then_present(tmp_path: Path) -> None:
