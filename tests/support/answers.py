@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.cluster import ClusterStatus
@@ -24,9 +25,12 @@ class Answer:
     finished: RequestFinished
 
 
-async def ask(client: AsyncClient, prompt_ids: Sequence[int], sampling: SamplingParams = GREEDY_64) -> Answer:
-    """One whole answer; raises what the cluster says went wrong."""
-    return await collect(client.generate(TokenPrompt(tuple(prompt_ids)), sampling, timeout_s=ANSWER_TIMEOUT_S))
+async def ask(
+    client: AsyncClient, prompt_ids: Sequence[int], sampling: SamplingParams = GREEDY_64, **cache: Any
+) -> Answer:
+    """One whole answer; raises what the cluster says went wrong. `cache` is what `generate` takes of caching."""
+    prompt = TokenPrompt(tuple(prompt_ids))
+    return await collect(client.generate(prompt, sampling, timeout_s=ANSWER_TIMEOUT_S, **cache))
 
 
 async def collect(events: AsyncIterator[AnswerEvent]) -> Answer:

@@ -78,10 +78,12 @@ class RoleProcess:
     address: str = ""
     metrics_port: int = 0
     busy_signal: bool = False  # SIGUSR1 keeps its interpreter busy for 8 s
+    prelude: str = ""  # Python that runs before the role is imported
 
     def start(self) -> None:
         self.metrics_port = free_port()
         entry = "from kvrelay.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+        entry = self.prelude + entry
         if self.busy_signal:
             entry = BUSY_ENTRY + entry
         if self.role in WITHOUT_TORCH:

@@ -1,0 +1,211 @@
+"""What users of other servers reported about KV that reached the wrong hands, on real processes and a tiny model. Each
+test names its source."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.client import AsyncClient
+from kvrelay.errors import InvalidRequestError
+from kvrelay.kv.remote_admin import StoreAdmin
+from kvrelay.types import BlockHash
+from tests.support.answers import Answer, ask, wait_until_quiet
+from tests.support.cluster import Cluster, RoleProcess, running
+from tests.support.reference import ReferenceEngine
+from tests.support.soak import TIMEOUT_S
+from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_requests import expected, greedy, random_prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT_S)]
+
+TENANTS = ("acme", "umbrella")
+NUM_NODES = 2
+NUM_TOKENS = 330  # 20 full blocks of 16; the last of a prompt's blocks is always computed
+NUM_CACHED = 320
+STORED_S = 10.0
+
+
+class TwoTenants(Cluster):
+    """Two coordinators of the same nodes: who asks the first is one tenant, who asks the second another one."""
+
+    def _coordinator(self, index: int) -> RoleProcess:
+        role = super()._coordinator(index)
+        role.prelude = (
+            "import coordinator.identity as identity; from coordinator.tenants import Tenant; "
+            f"identity.identify = lambda context: Tenant({TENANTS[index]!r}); "
+        )
+        return role
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoTenants]:
+    with running(TwoTenants(model, tmp_path_factory.mktemp("cluster"), num_coordinators=2)) as started:
+        yield started
+        assert "Traceback" not in started.logs()
+
+
+@pytest.fixture
+async def acme(cluster: TwoTenants) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(cluster.addresses[0]) as client:
+        yield client
+        await wait_until_quiet(client, NUM_NODES)
+
+
+@pytest.fixture
+async def umbrella(cluster: TwoTenants) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(cluster.addresses[1]) as client:
+        yield client
+
+
+async def stored_hashes(cluster: Cluster) -> set[BlockHash]:
+    assert cluster.store is not None
+    async with StoreAdmin(cluster.store.address) as admin:
+        return {block.block_hash async for block in admin.list()}
+
+
+async def until_stored(cluster: Cluster, answer: Answer) -> None:
+    """Until the store, which gets blocks in the background, has the prompt's last full one."""
+    async with asyncio.timeout(STORED_S):
+        while answer.finished.prefix_hash not in await stored_hashes(cluster):
+            await asyncio.sleep(0.05)
+
+
+def cached(answer: Answer) -> int:
+    return answer.finished.usage.cached.total
+
+
+async def test_another_tenant_never_finds_a_prompt_wherever_it_lies(
+    cluster: TwoTenants, acme: AsyncClient, umbrella: AsyncClient, reference: ReferenceEngine
+) -> None:
+    """vllm#16016, vllm#39082, vllm#53347, sglang#9163: another tenant's prompt could be guessed block by block; and
+    sglang#37160: the radix tree kept tenants apart, the store behind it did not."""
+    assert cluster.store is not None
+    prompt_ids = random_prompt(NUM_TOKENS, 1)
+    wanted = expected(reference, prompt_ids, 4)
+    first, again = [await ask(acme, prompt_ids, greedy(4)) for _ in range(2)]
+    assert (cached(first), cached(again)) == (0, NUM_CACHED), "caching is on"
+    guesses: list[dict[str, Any]] = [{}, {"cache_salt": "acme"}, {"cache_salt": "default"}, {"public_cache": "acme"}]
+    for guess in guesses:
+        answer = await ask(umbrella, prompt_ids, greedy(4), **guess)
+        assert (cached(answer), answer.token_ids) == (0, wanted), f"in the nodes' pools, {guess}"
+    await until_stored(cluster, first)
+
+    for node in (*cluster.prefill, *cluster.decode):  # their pools are gone: what is found now is in the store
+        node.stop()
+        node.restart()
+    await wait_until_quiet(acme, NUM_NODES)
+    answer = await ask(umbrella, prompt_ids, greedy(4), cache_salt="other")
+    assert (cached(answer), answer.token_ids) == (0, wanted), "in the store's memory"
+    answer = await ask(acme, prompt_ids, greedy(4))
+    assert answer.finished.usage.cached.memory == NUM_CACHED
+    assert answer.token_ids == wanted
+
+    for node in (*cluster.prefill, *cluster.decode, cluster.store):
+        node.stop()
+        node.restart()
+    await wait_until_quiet(acme, NUM_NODES)
+    answer = await ask(umbrella, prompt_ids, greedy(4), cache_salt="yet another")
+    assert (cached(answer), answer.token_ids) == (0, wanted), "on the store's disk"
+    answer = await ask(acme, prompt_ids, greedy(4))
+    assert answer.finished.usage.cached.disk == NUM_CACHED
+    assert answer.token_ids == wanted
+
+
+async def test_the_store_keeps_one_prompt_of_two_tenants_under_different_keys(
+    cluster: TwoTenants, acme: AsyncClient, umbrella: AsyncClient
+) -> None:
+    """sglang#37160: look-ups and stores had no field for the salt."""
+    prompt_ids = random_prompt(NUM_TOKENS, 2)
+    before = await stored_hashes(cluster)
+    ours, theirs = await ask(acme, prompt_ids, greedy(2)), await ask(umbrella, prompt_ids, greedy(2))
+    await until_stored(cluster, ours)
+    await until_stored(cluster, theirs)
+    assert ours.finished.prefix_hash != theirs.finished.prefix_hash
+    assert len(await stored_hashes(cluster) - before) == 2 * (NUM_TOKENS // 16)
+
+
+async def test_a_public_namespace_is_shared_by_those_who_name_it(
+    acme: AsyncClient, umbrella: AsyncClient, reference: ReferenceEngine
+) -> None:
+    prompt_ids = random_prompt(NUM_TOKENS, 3)
+    wanted = expected(reference, prompt_ids, 4)
+    answers = [await ask(client, prompt_ids, greedy(4), public_cache="docs") for client in (acme, umbrella)]
+    answers.append(await ask(umbrella, prompt_ids, greedy(4), public_cache="other docs"))
+    answers.append(await ask(acme, prompt_ids, greedy(4)))
+    assert [cached(answer) for answer in answers] == [0, NUM_CACHED, 0, 0]
+    assert {answer.token_ids for answer in answers} == {wanted}
+
+
+async def test_no_salt_is_taken_for_another_one(acme: AsyncClient, reference: ReferenceEngine) -> None:
+    """vllm#12621, vllm#54727, confidential-model-router#386: what was joined without lengths, or cut at a NUL, shared a
+    key with something else."""
+    prompt_ids = random_prompt(NUM_TOKENS, 4)
+    wanted = expected(reference, prompt_ids, 2)
+    ways: list[dict[str, Any]] = [{}, {"public_cache": "23"}]
+    ways += [{"cache_salt": salt} for salt in ("23", "3", "2\0003", "2", "2:3", "2/3", " ", "x" * 1_000, "é")]
+    for way in ways:
+        answer = await ask(acme, prompt_ids, greedy(2), **way)
+        assert (cached(answer), answer.token_ids) == (0, wanted), f"{way} has not been asked before"
+    for way in ways:
+        assert cached(await ask(acme, prompt_ids, greedy(2), **way)) == NUM_CACHED, way
+    with pytest.raises(InvalidRequestError, match="cache_salt is empty"):
+        await ask(acme, prompt_ids, greedy(2), cache_salt="")
+
+
+async def test_no_prompt_is_taken_for_one_that_reads_the_same(acme: AsyncClient, reference: ReferenceEngine) -> None:
+    """vllm#12621: token ids that were written one after another read the same as others."""
+    tail = random_prompt(NUM_TOKENS - 5, 5)
+    beginnings = ((11, 233, 4, 5, 6), (112, 33, 4, 5, 6), (11, 23, 34, 5, 6), (11, 23, 3, 45, 6))
+    for beginning in beginnings:
+        prompt_ids = beginning + tail
+        answer = await ask(acme, prompt_ids, greedy(2))
+        assert (cached(answer), answer.token_ids) == (0, expected(reference, prompt_ids, 2))
+
+
+async def test_a_store_that_many_models_used_in_turn_mixes_none_of_their_blocks(
+    model: Path, reference: ReferenceEngine, tmp_path: Path
+) -> None:
+    """vllm#44250, LMCache#2961, vllm#3264, llm-d-kv-cache#243: a key without what changes the KV found that of another
+    model or layout. Each setup here is a cluster of its own over one store directory."""
+    other_weights = make_tiny_model(tmp_path / "weights", seed=1)
+    other_rope = make_tiny_model(
+        tmp_path / "rope", rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                         "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    )  # fmt: skip
+    prompt_ids = random_prompt(NUM_TOKENS, 6)
+    setups: list[tuple[Path, str, int]] = [
+        (model, "float32", 16),
+        (other_weights, "float32", 16),
+        (other_rope, "float32", 16),
+        (model, "bfloat16", 16),
+        (model, "float32", 32),
+    ]
+    for number, setup in enumerate(setups):
+        answer = await first_answer(tmp_path, f"{number}", setup, prompt_ids)
+        assert cached(answer) == 0, f"{setup} has not been used before"
+        if setup[2] == 16 and setup[1] == "float32":
+            engine = reference if setup[0] == model else ReferenceEngine(setup[0])
+            assert answer.token_ids == expected(engine, prompt_ids, 8)
+    answer = await first_answer(tmp_path, "again", setups[0], prompt_ids)
+    assert answer.finished.usage.cached.disk == NUM_CACHED
+    assert answer.token_ids == expected(reference, prompt_ids, 8)
+
+
+async def first_answer(directory: Path, name: str, setup: tuple[Path, str, int], prompt_ids: tuple[int, ...]) -> Answer:
+    """Of a cluster that starts over what the earlier ones stored, and ends once it has stored its own."""
+    model, dtype, block_tokens = setup
+    (directory / name).mkdir()
+    args = ["--block-tokens", str(block_tokens)]
+    shape = Cluster(model, directory / name, dtype, prefill_args=args, decode_args=args)
+    shape.coordinator_args = ["--model-name", "tiny"]
+    shape.store_args = ["--path", str(directory / "store")]
+    with running(shape) as started:
+        async with AsyncClient(started.address) as client:
+            answer = await ask(client, prompt_ids, greedy(8))
+            await until_stored(started, answer)
+    return answer
