@@ -34,6 +34,8 @@ RANKS = {
     "kvrelay.rpc": 3,
     "kvrelay.kv.remote": 3,
     "kvrelay.kv.offload": 3,
+    "kvrelay.kv.redis_store": 3,
+    "kvrelay.kv.open_store": 3,
     "kvrelay.client": 3,
     "kvrelay.kv.cache": 4,
     "kvrelay.model": 4,
