@@ -372,7 +372,10 @@ def _check_address(text: str) -> None:
 
 
 def _check_store(text: str) -> None:
-    _check_address(text.removeprefix(REDIS_SCHEME))
+    address = text.removeprefix(REDIS_SCHEME)
+    if not address:
+        raise ValueError(text)
+    _check_address(address)
 
 
 def _allowed(field: _Field) -> str:
