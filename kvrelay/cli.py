@@ -26,6 +26,7 @@ COMMANDS = {
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
+    "plan": Command("work out how many requests fit into a node's memory", "kvrelay.plan:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.main:main"),
     "prefill-node": Command("run a node that computes prompts", "prefill_node.main:main"),

@@ -24,8 +24,8 @@ from kvrelay.types import Role
 T = TypeVar("T")
 
 REDIS_SCHEME = "redis://"  # of a kvstore that is a Redis or Valkey server
-
-SIZE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY_UNITS}
 MAX_PORT = 65_535
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _TRUE = ("1", "true", "yes", "on")
@@ -176,7 +176,7 @@ def flag_name(name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4096", "512MiB" or "1.5 GiB"; raises ValueError."""
+    """Bytes of "4096", "512MiB", "1.5 GiB" or "80GB" (decimal, as vendors count); raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     factor = SIZE_UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:

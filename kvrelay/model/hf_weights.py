@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ from torch import Tensor
 
 from kvrelay.errors import ModelFileError
 from kvrelay.model.config import from_hf
-
-CONFIG_NAME = "config.json"
-GENERATION_CONFIG_NAME = "generation_config.json"
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+from kvrelay.model.hf_files import CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, read_json
 
 
 class HFWeights:
@@ -67,15 +62,3 @@ class HFWeights:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{path} is not a whole safetensors file (truncated download?): {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelFileError(f"there is no model file {path}") from None
-    except ValueError as error:
-        raise ModelFileError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} must hold a JSON object")
-    return value

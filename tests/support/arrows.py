@@ -28,6 +28,7 @@ RANKS = {
     "kvrelay.kv": 2,
     "kvrelay.cluster": 2,
     "kvrelay.gguf_metadata": 2,
+    "kvrelay.capacity": 2,
     "kvrelay.chat_template": 2,
     "kvrelay.tokenizer": 2,
     "kvrelay.detokenizer": 2,
@@ -52,6 +53,7 @@ RANKS = {
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,
     "kvrelay.local_cluster": 7,
+    "kvrelay.plan": 7,
     "kvrelay.role_process": 7,
     "kvrelay.up": 7,
 }

@@ -188,13 +188,16 @@ def test_environment_of_other_roles_and_clients_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("0", 0), ("4096", 4096), ("1KiB", 1024), ("512MiB", 536_870_912), ("1.5 gib", 1_610_612_736), ("2B", 2)],
+    [
+        *(("0", 0), ("4096", 4096), ("1KiB", 1024), ("512MiB", 536_870_912), ("1.5 gib", 1_610_612_736), ("2B", 2)),
+        *(("1 MB", 1_000_000), ("80GB", 80_000_000_000)),
+    ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 MB", "1e9", "1 MiB extra"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 M", "1 Mb/s", "1e9", "1 MiB extra"])
 def test_texts_that_are_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_size(text)
