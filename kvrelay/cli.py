@@ -26,6 +26,9 @@ COMMANDS = {
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
+    "store": Command(
+        "look after the KV stores: stats, ls, verify, compact, evict, pin, warm", "kvrelay.store_command:main"
+    ),
     "plan": Command("work out how many requests fit into a node's memory", "kvrelay.plan:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.main:main"),

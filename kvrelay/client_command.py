@@ -19,13 +19,17 @@ EXIT_INTERRUPTED = 130
 
 def make_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"kvrelay {command}", description=description, allow_abbrev=False)
+    add_address(parser)
+    return parser
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         default=os.environ.get("KVRELAY_ADDRESS", DEFAULT_ADDRESS),
         metavar="HOST:PORT",
         help=f"of the coordinator; default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS}",
     )
-    return parser
 
 
 def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:

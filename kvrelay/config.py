@@ -66,8 +66,8 @@ def option(
 
     `unit` is shown beside the help; "bytes" makes an int field take sizes such as 512MiB, "host:port" makes a str
     field take nothing but an address (or "") and a tuple[str, ...] field any number of different ones, written with
-    commas between (in the file also as an array), "store" makes it take redis://host:port too, and "directory" says
-    what a str field names.
+    commas between (in the file also as an array), "store" makes it take redis://host:port too, and "directory" and
+    "file" say what a str field names.
     """
     metadata = {"option": Option(help, unit, tuple(choices), minimum, maximum)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -225,7 +225,7 @@ def _argument(field: _Field) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     names = {int: "N", float: "X", Path: "PATH"}
     metavar = "{" + ",".join(field.option.choices) + "}" if field.option.choices else names.get(field.type, "TEXT")
-    by_unit = {"bytes": "SIZE", "host:port": "HOST:PORT", "store": "HOST:PORT", "directory": "DIR"}
+    by_unit = {"bytes": "SIZE", "host:port": "HOST:PORT", "store": "HOST:PORT", "directory": "DIR", "file": "FILE"}
     metavar = by_unit.get(field.option.unit, metavar)
     metavar += ",..." if _takes_many(field) else ""
     return {"metavar": metavar, "help": help_text}

@@ -1,4 +1,4 @@
-"""Which blocks give way when a tier is full: the least recently used, counted in bytes."""
+"""Which blocks give way when a tier is full."""
 
 from __future__ import annotations
 
@@ -57,3 +57,42 @@ class ByteLRU:
         for key in keys:
             if key in self._sizes:
                 self._sizes.move_to_end(key)
+
+
+class EvictionQueue:
+    """One tenant's blocks in the order in which they would go. Only the tails of chains that nobody pinned wait in it.
+
+    Knows neither chains nor sizes of a tier: its owner takes a block out when something follows it, and puts it back,
+    to be looked at next, when what followed has gone. Every call costs O(1).
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[bytes, None] = OrderedDict()  # next to go first
+
+    def __bool__(self) -> bool:
+        """Whether a block could go."""
+        return bool(self._waiting)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._waiting
+
+    def enter(self, key: bytes) -> None:
+        """A new block, or one that was used since it last waited here."""
+        self._waiting[key] = None
+        self._waiting.move_to_end(key)
+
+    def enter_next(self, key: bytes) -> None:
+        """A block of which the next `pop` is to think first."""
+        self._waiting[key] = None
+        self._waiting.move_to_end(key, last=False)
+
+    def leave(self, key: bytes) -> None:
+        self._waiting.pop(key, None)
+
+    def hit(self, key: bytes) -> None:
+        if key in self._waiting:
+            self._waiting.move_to_end(key)
+
+    def pop(self) -> bytes:
+        """The block to go, no longer here. Raises KeyError when nothing waits."""
+        return self._waiting.popitem(last=False)[0]

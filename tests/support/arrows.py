@@ -15,6 +15,7 @@ RANKS = {
     "kvrelay.sampling": 0,
     "kvrelay.messages": 0,
     "kvrelay.inference": 0,
+    "kvrelay.duration": 0,
     "kvrelay.errors": 0,
     "kvrelay.limits": 0,
     "kvrelay.config": 0,
@@ -34,6 +35,7 @@ RANKS = {
     "kvrelay.detokenizer": 2,
     "kvrelay.rpc": 3,
     "kvrelay.kv.remote": 3,
+    "kvrelay.kv.remote_admin": 3,
     "kvrelay.kv.offload": 3,
     "kvrelay.kv.redis_store": 3,
     "kvrelay.kv.open_store": 3,
@@ -53,9 +55,17 @@ RANKS = {
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,
     "kvrelay.local_cluster": 7,
+    "kvrelay.progress_bar": 7,
     "kvrelay.plan": 7,
     "kvrelay.role_process": 7,
+    "kvrelay.store_chains": 7,
+    "kvrelay.store_command": 7,
+    "kvrelay.store_look": 7,
+    "kvrelay.store_targets": 7,
+    "kvrelay.store_warm": 7,
+    "kvrelay.store_work": 7,
     "kvrelay.up": 7,
+    "kvrelay.warm_prompts": 7,
 }
 TORCH_RANKS = (4, 5)  # and the roles that compute
 TORCH_ROLES = ("prefill_node", "decode_node")
@@ -115,6 +125,7 @@ def _may_use_pb(name: str) -> bool:
     services = tuple(f"{role}.service" for role in ROLES)
     return name.startswith(("kvrelay.pb.", "kvrelay.rpc.")) or name in (
         "kvrelay.kv.remote",
+        "kvrelay.kv.remote_admin",
         "kvrelay.client",
         *services,
     )

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 WITHOUT_TORCH = ("coordinator", "kvstore", "kvrelay.rpc", "kvrelay.kv", "kvrelay.pb", "kvrelay.tokenizer",
                  "kvrelay.detokenizer", "kvrelay.client", "kvrelay.cli", "kvrelay.ask", "kvrelay.cancel",
-                 "kvrelay.status", "kvrelay.up", "kvrelay.plan", "kvrelay.capacity", "kvrelay.model.config",
-                 "kvrelay.model.kv_shape", "kvrelay.model.weight_bytes", "prefill_node.main",
+                 "kvrelay.status", "kvrelay.store_command", "kvrelay.up", "kvrelay.plan", "kvrelay.capacity",
+                 "kvrelay.model.config", "kvrelay.model.kv_shape", "kvrelay.model.weight_bytes", "prefill_node.main",
                  "decode_node.main")  # fmt: skip
 
 BLOCKED_IMPORTS = """
