@@ -47,9 +47,7 @@ async def test_after_nodes_and_store_came_back_the_prefix_is_read_from_disk_and_
     first = await ask(client, prompt_ids, greedy(ANSWER_TOKENS))
     assert first.token_ids == expected(reference, prompt_ids, ANSWER_TOKENS)
     assert first.finished.usage.cached.total == 0
-    await wait_until(
-        lambda: blocks_on_disk(cluster) >= num_before + REUSABLE_BLOCKS, STORED_S, "the prefix is on disk"
-    )
+    await wait_until(lambda: blocks_on_disk(cluster) >= num_before + REUSABLE_BLOCKS, STORED_S, "the prefix is on disk")
     await asyncio.to_thread(replace_all_but_the_coordinator, cluster, killed=ending == "killed")
     async with asyncio.timeout(STORED_S):
         again = await ask_until_served(client, prompt_ids, ANSWER_TOKENS)
