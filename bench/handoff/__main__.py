@@ -2,7 +2,7 @@
 
 Everything is loopback between processes. Rows, by the names that --rows takes:
 
-  transfer          GB/s and CPU time from pool to pool, beside a raw socket and Mooncake's TCP engine
+  transfer          GB/s and CPU time from pool to pool, beside a raw socket, bare gRPC and Mooncake's TCP engine
   control           a unary call and a slow stream on the connection that carries a handoff; a decode loop beside it
   receiver-process  that decode loop, with KV received in its own process and in another that writes into its pool
   tail              what a handoff adds after a prompt's last chunk, and to the time to the first token

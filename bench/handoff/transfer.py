@@ -1,4 +1,4 @@
-"""Rates and CPU time of moving KV between two processes, beside a raw socket and Mooncake's engine."""
+"""Rates and CPU time of moving KV between two processes, beside a raw socket, bare gRPC and Mooncake's engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import LAYOUTS, column_of, num_blocks_of
 
 RAW = "raw TCP socket, 1 MiB"
+GRPC = "gRPC alone, 1 MiB, window of two"
 KVRELAY = "kvrelay, checksums"
 KVRELAY_TLS = "kvrelay, checksums, mutual TLS"
 
@@ -69,7 +70,10 @@ def _add(samples: Samples, shape: str, name: str, report: dict[str, float]) -> N
 
 
 def _movers(setting: Setting, shape: str) -> list[Mover]:
-    movers = [Mover(RAW, "raw_socket", "raw_socket", _memory(shape))]
+    movers = [
+        Mover(RAW, "raw_socket", "raw_socket", _memory(shape)),
+        Mover(GRPC, "grpc_stream", "grpc_stream", _memory(shape) | {"window": 2}),
+    ]
     if setting.mooncake.exists():
         movers.append(Mover(MOONCAKE, "mooncake_engine", "mooncake_engine", _memory(shape), setting.mooncake))
     movers.append(Mover(KVRELAY, "receiver", "sender", _blocks(shape)))
