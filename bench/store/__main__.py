@@ -37,7 +37,7 @@ TITLES = {
     rates.EIGHT_B: "A prefix of an 8B model (2 MiB a block; data only)",
     requests.OFFLOAD: "First token while blocks are put",
     requests.FAULTS: "First token, s, of a prompt whose prefix is in a store that has a fault",
-    churn.CHURN: "Five times the map's size",
+    CHURN: "Five times the map's size",
 }
 PARTS: dict[str, Part[Setting]] = {
     TTFT: (TTFT, ttft.measure),
@@ -84,7 +84,7 @@ def _heading(setting: Setting, results: Results) -> str:
     about = results.about["machine"]
     return (
         f"The KV store on {about['cpu']}, {about['cores']} cores, loopback; {setting.effort.num_rounds} rounds; "
-        f"where something is computed, {setting.model.name} in bfloat16, a prefill and a decode node of one thread each."
+        f"what is computed: {setting.model.name} in bfloat16, by a prefill and a decode node of one thread each."
     )
 
 

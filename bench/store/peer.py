@@ -16,7 +16,7 @@ KEY_BYTES = 48  # as the store's
 
 class Peer(Protocol):
     def put(self) -> int:
-        """Writes every block anew, to where the store would have them when it says so; gives the bytes."""
+        """Writes every block, over what it wrote before, to where the store would have it; gives the bytes."""
         ...
 
     def get(self) -> int:

@@ -30,7 +30,7 @@ class Effort:
     short_prefixes: tuple[int, ...] = (16, 32, 48, 64, 128, 256)
     num_short: int = 3  # prompts of each
     rate_s: float = 0.5
-    request_tokens: int = 512  # of the prompts that are asked beside a store that is busy, or has a fault
+    request_tokens: int = 384  # of the prompts that are asked beside a store that is busy, or has a fault
     map_bytes: int = 128 * MIB
     num_rounds: int = 3
 

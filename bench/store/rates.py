@@ -15,8 +15,9 @@ from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import LAYOUTS
 from bench.store import page_cache
 from bench.store.plan import RATES, Setting, command, start
-from bench.store.processes import free_port, store_process
+from bench.store.processes import free_port, restart, store_process
 from bench.store.shapes import PREFIX_TOKENS, num_blocks
+from tests.support.cluster import RoleProcess
 
 KVRELAY = "kvrelay's store"
 STREAM = "the bare KV stream, pool to pool"
@@ -34,15 +35,15 @@ PUT_DISK = "Put, until on disk"
 EIGHT_B = "8B prefix"
 PREFIX_MS = f"{PREFIX_TOKENS:,} tokens in place, ms"
 PREFIX_RATE = "tokens/s: the prefill speed that it breaks even with"
-STORE_BYTES = "8GiB"
+NUM_CHAINS = 2  # that the store's disk holds: it is full after these, and each new one takes the place of an older
+FILL = 0.8  # of the file, that blocks may take
 
 
 def measure(setting: Setting, samples: Samples, _: int) -> None:
     """One round. Raises WorkerFailedError."""
     for shape in LAYOUTS:
         round_ = _Round(setting, samples, shape)
-        round_.store_in_memory()
-        round_.store_on_disk()
+        round_.store()
         round_.bare_stream()
         round_.lmdb()
         round_.files()
@@ -59,22 +60,23 @@ class _Round:
         self._slab_bytes = LAYOUTS[shape].slab_bytes
         self._num_blocks = num_blocks(shape)
 
-    def store_in_memory(self) -> None:
-        with store_process("--memory-bytes", "1GiB") as store, self._client(store.address) as client:
-            self._add(KVRELAY, PUT_MEMORY, client.ask(do="put", seconds=self._seconds, on_disk=False))
-            self._add(KVRELAY, GET_MEMORY, client.ask(do="get", seconds=self._seconds, tier="memory"))
-
-    def store_on_disk(self) -> None:
-        """Without a memory tier, so that every read is the disk tier's."""
-        with self._directory() as path:
-            options = ("--memory-bytes", "0", "--path", str(path), "--disk-bytes", STORE_BYTES)
-            with store_process(*options) as store, self._client(store.address) as client:
-                self._add(KVRELAY, PUT_DISK, client.ask(do="put", seconds=self._seconds, on_disk=True))
-                self._add(KVRELAY, GET_WARM, client.ask(do="get", seconds=self._seconds, tier="disk"))
-                store.stop()
-                page_cache.drop(path / "data.mdb")
-                store.restart()
-                self._add(KVRELAY, GET_COLD, client.ask(do="get", once=True, tier="disk"))
+    def store(self) -> None:
+        """One with memory alone, and one with a disk alone, so that every read is of the tier that is meant."""
+        disk_bytes = int((NUM_CHAINS + 0.5) * self._num_blocks * self._slab_bytes / FILL)
+        with (
+            self._directory() as path,
+            store_process("--memory-bytes", "1GiB") as memory,
+            store_process("--memory-bytes", "0", "--path", str(path), "--disk-bytes", str(disk_bytes)) as disk,
+            self._client() as client,
+        ):
+            self._ask(client, PUT_MEMORY, memory, do="put", on_disk=False, seconds=self._seconds)
+            self._ask(client, GET_MEMORY, memory, do="get", tier="memory", seconds=self._seconds)
+            self._ask(client, PUT_DISK, disk, do="put", on_disk=True, seconds=self._seconds, num_before=NUM_CHAINS)
+            self._ask(client, GET_WARM, disk, do="get", tier="disk", seconds=self._seconds)
+            disk.stop()
+            page_cache.drop(path / "data.mdb")
+            restart(disk)
+            self._ask(client, GET_COLD, disk, do="get", tier="disk")
 
     def bare_stream(self) -> None:
         task: dict[str, object] = {"shape": self._shape, "num_blocks": self._num_blocks}
@@ -89,10 +91,10 @@ class _Round:
         with self._directory() as path:
             with self._peer("raw_lmdb", path=str(path)) as peer:
                 self._add_all(LMDB, peer)
-            task: dict[str, object] = {"slab_bytes": self._slab_bytes}
-            with start("the LMDB server", command("lmdb_stream", task | {"path": str(path)})) as far:
-                task |= far.read() | {"num_bytes": self._num_blocks * self._slab_bytes}
-                with start("its reader", command("lmdb_stream", task)) as near:
+            serving = command("lmdb_stream", {"path": str(path), "slab_bytes": self._slab_bytes})
+            with start("the LMDB server", serving) as far:
+                reading = far.read() | {"num_bytes": self._num_blocks * self._slab_bytes}
+                with start("its reader", command("lmdb_stream", reading)) as near:
                     near.read()
                     self._add(LMDB_STREAM, GET_WARM, near.ask(seconds=self._seconds))
 
@@ -110,6 +112,9 @@ class _Round:
                 self._add(REDIS, PUT_MEMORY, peer.ask(do="put", seconds=self._seconds))
                 self._add(REDIS, GET_MEMORY, peer.ask(do="get", seconds=self._seconds))
 
+    def _ask(self, client: Worker, column: str, store: RoleProcess, **order: object) -> None:
+        self._add(KVRELAY, column, client.ask(address=store.address, **order))
+
     def _add_all(self, line: str, peer: Worker) -> None:
         self._add(line, PUT_DISK, peer.ask(do="put", seconds=self._seconds))
         self._add(line, GET_WARM, peer.ask(do="get", seconds=self._seconds))
@@ -123,8 +128,8 @@ class _Round:
             self._samples.add(EIGHT_B, column, PREFIX_RATE, PREFIX_TOKENS / seconds)
 
     @contextmanager
-    def _client(self, address: str) -> Iterator[Worker]:
-        task = {"address": address, "shape": self._shape, "num_blocks": self._num_blocks}
+    def _client(self) -> Iterator[Worker]:
+        task: dict[str, object] = {"shape": self._shape, "num_blocks": self._num_blocks}
         with start("the store's client", command("store_client", task)) as client:
             client.read()
             yield client

@@ -13,16 +13,18 @@ import grpc
 import uvloop
 
 from bench.handoff.conversation import Conversation
-from bench.handoff.shapes import info_of
 from bench.store.put import Putter
 from bench.store.shapes import random_slab
 from kvrelay.kv.hashing import hash_fields
+from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.remote import StoreClient
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.process import tune_malloc
 from kvrelay.types import BlockHash
 
-SHAPE = "135M"
+# Of small blocks there are enough, in a map that is filled in a second, for the hit rate to mean something.
+LAYOUT = KVLayout(num_layers=5, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=16)
+FINGERPRINT = "0" * 64
 CHAIN_BLOCKS = 8
 TIMES_THE_MAP = 4  # bytes of all chains
 EXPONENT = 0.9
@@ -36,10 +38,10 @@ def main() -> None:
 
 
 async def _work(driver: Conversation) -> None:
-    task, info = driver.task, info_of(SHAPE)
-    num_chains = TIMES_THE_MAP * task["map_bytes"] // (CHAIN_BLOCKS * info.layout.slab_bytes)
+    task = driver.task
+    num_chains = TIMES_THE_MAP * task["map_bytes"] // (CHAIN_BLOCKS * LAYOUT.slab_bytes)
     async with open_channel(task["address"], own_connection=True) as channel:
-        store = StoreClient(task["address"], info.layout, info.fingerprint)
+        store = StoreClient(task["address"], LAYOUT, FINGERPRINT)
         try:
             churn = Churn(channel, store, num_chains, task["seed"])
             driver.tell(ready=True)
@@ -51,10 +53,9 @@ async def _work(driver: Conversation) -> None:
 
 class Churn:
     def __init__(self, channel: grpc.aio.Channel, store: StoreClient, num_chains: int, seed: int) -> None:
-        info = info_of(SHAPE)
         self._store = store
-        self._putter = Putter(channel, info)
-        self._slab = random_slab(info.layout.slab_bytes)
+        self._putter = Putter(channel, LAYOUT, FINGERPRINT)
+        self._slab = random_slab(LAYOUT.slab_bytes)
         self._draw = random.Random(seed)
         self._chains = [_chain(number) for number in range(num_chains)]
         weights = [1 / (rank + 1) ** EXPONENT for rank in range(num_chains)]

@@ -7,7 +7,6 @@ import time
 from contextlib import aclosing
 from typing import Any
 
-import grpc
 import uvloop
 
 from bench.handoff.conversation import Conversation
@@ -17,13 +16,12 @@ from bench.store.rate import rate_of
 from bench.store.shapes import fresh_hashes, random_slab
 from kvrelay.kv.cache import PagedKVCache
 from kvrelay.kv.remote import StoreClient
-from kvrelay.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.process import tune_malloc
 from kvrelay.types import BlockHash, BlockId, Tier
 
 ON_DISK_S = 30.0  # until what was put is there, at most
-POLL_S = 0.001
+POLL_S = 0.005
 TIERS = {"memory": Tier.MEMORY, "disk": Tier.DISK}
 
 Order = dict[str, Any]
@@ -37,32 +35,43 @@ def main() -> None:
 
 
 async def _work(driver: Conversation) -> None:
-    task = driver.task
-    async with open_channel(task["address"], own_connection=True) as channel:
-        client = Client(channel, task)
-        driver.tell(ready=True)
-        while order := await asyncio.to_thread(driver.next_order):
-            driver.tell(bytes_per_s=await client.obey(order))
+    client = Client(driver.task)
+    driver.tell(ready=True)
+    while order := await asyncio.to_thread(driver.next_order):
+        driver.tell(bytes_per_s=await client.obey(order))
 
 
 class Client:
     """Puts one chain after another, of new names each time and the same numbers, and gets the last one."""
 
-    def __init__(self, channel: grpc.aio.Channel, task: dict[str, Any]) -> None:
-        self._address = task["address"]
+    def __init__(self, task: dict[str, Any]) -> None:
         self._num_blocks = task["num_blocks"]
         self._info = info_of(task["shape"])
         self._hashes: list[BlockHash] = []
         self._slabs = [random_slab(self._info.layout.slab_bytes) for _ in range(self._num_blocks)]
         self._pool = PagedKVCache(self._info.layout, self._num_blocks)
-        self._putter = Putter(channel, self._info)
-        self._stub = kvstore_pb2_grpc.KVStoreStub(channel)
 
     async def obey(self, order: Order) -> float:
-        """Bytes a second."""
-        if order["do"] == "put":
-            return await rate_of(lambda: self._put(on_disk=order["on_disk"]), order["seconds"])
-        store = StoreClient(self._address, self._info.layout, self._info.fingerprint)
+        """Bytes a second, to or from the store at `address`."""
+        return await (self._put_all if order["do"] == "put" else self._get_back)(order)
+
+    async def _put_all(self, order: Order) -> float:
+        """`num_before` chains are put before it counts. With `on_disk` a chain is there when all of it is on disk, and
+        not when the store has accepted it."""
+        store = self._store(order) if order["on_disk"] else None
+        try:
+            async with open_channel(order["address"], own_connection=True) as channel:
+                putter = Putter(channel, self._info.layout, self._info.fingerprint)
+                for _ in range(order.get("num_before", 0)):
+                    await self._put(putter, store)
+                return await rate_of(lambda: self._put(putter, store), order["seconds"])
+        finally:
+            if store is not None:
+                await store.close()
+
+    async def _get_back(self, order: Order) -> float:
+        """Raises AssertionError unless it is what was put last."""
+        store = self._store(order)
         try:
             await store.match(self._hashes[:1])  # connects
             rate = await self._get_all(store, TIERS[order["tier"]], order.get("seconds"))
@@ -90,25 +99,28 @@ class Client:
                 num_found += 1
         if num_found < len(self._hashes):
             raise AssertionError(f"{num_found} of {len(self._hashes)} blocks came")
-        return num_found * self._info.layout.slab_bytes
+        return sum(map(len, self._slabs))
 
-    async def _put(self, *, on_disk: bool) -> int:
-        """Bytes put. `on_disk`: returns when all of it is, and not when the store has accepted it."""
-        hashes = fresh_hashes(self._num_blocks)
-        num_before = await self._num_on_disk() if on_disk else 0
-        reply = await self._putter.put(hashes, self._slabs)
-        if reply.num_stored != self._num_blocks:
-            raise AssertionError(f"{reply.num_stored} of {self._num_blocks} blocks were stored")
-        self._hashes = hashes
-        if on_disk:
+    async def _put(self, putter: Putter, store: StoreClient | None) -> int:
+        """Bytes put; with a `store`, once it has them on disk."""
+        self._hashes = fresh_hashes(self._num_blocks)
+        reply = await putter.put(self._hashes, self._slabs)
+        if store is not None:
             async with asyncio.timeout(ON_DISK_S):
-                while await self._num_on_disk() < num_before + self._num_blocks:
-                    await asyncio.sleep(POLL_S)
-        return self._num_blocks * self._info.layout.slab_bytes
+                await self._until_on_disk(putter, store)
+        elif reply.num_stored != self._num_blocks:
+            raise AssertionError(f"{reply.num_stored} of {self._num_blocks} blocks were stored")
+        return sum(map(len, self._slabs))
 
-    async def _num_on_disk(self) -> int:
-        reply = await self._stub.Stats(kvstore_pb2.StatsRequest())
-        return int(reply.disk.num_blocks)
+    async def _until_on_disk(self, putter: Putter, store: StoreClient) -> None:
+        """Puts again what was refused, as the store does with blocks that its disk cannot keep up with."""
+        while (tiers := await store.match(self._hashes)) != [Tier.DISK] * self._num_blocks:
+            if len(tiers) < self._num_blocks:
+                await putter.put(self._hashes, self._slabs[len(tiers) :], start=len(tiers))
+            await asyncio.sleep(POLL_S)
+
+    def _store(self, order: Order) -> StoreClient:
+        return StoreClient(order["address"], self._info.layout, self._info.fingerprint)
 
 
 if __name__ == "__main__":
