@@ -32,6 +32,7 @@ from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
 
 TITLES = {
     TTFT: "First token, s, by the length of the prefix",
+    ttft.LOADED: "Tokens of it that came from the store",
     ttft.BREAK_EVEN: "Break-even",
     **{rates.table_of(shape): f"GB/s, {column_of(shape)}" for shape in LAYOUTS},
     rates.EIGHT_B: "A prefix of an 8B model (2 MiB a block; data only)",

@@ -12,6 +12,7 @@ from kvrelay.kv.hashing import ChecksumChain, hash_fields
 from kvrelay.kv.layout import KVLayout
 from kvrelay.pb import decode_pb2, kvstore_pb2
 from kvrelay.rpc import raw
+from kvrelay.rpc.calls import answer
 from kvrelay.types import BlockHash
 
 ROOT = hash_fields(b"bench.store")  # of all chains
@@ -27,9 +28,9 @@ class Putter:
         self._put = raw.stream_unary(channel, raw.KV_TRANSFER, "Put")
 
     async def put(self, hashes: Sequence[BlockHash], slabs: Sequence[bytes], start: int = 0) -> kvstore_pb2.PutReply:
-        """`hashes` are the whole chain; the slabs are of those from `start` on. Raises AioRpcError."""
-        message = await self._put(frame.pack(self.frames(hashes, slabs, start)))
-        return kvstore_pb2.PutReply.FromString(message)
+        """`hashes` are the whole chain; the slabs are of those from `start` on. Raises KVRelayError."""
+        call = self._put(frame.pack(self.frames(hashes, slabs, start)))
+        return await answer(call, kvstore_pb2.PutReply.FromString)
 
     def frames(self, hashes: Sequence[BlockHash], slabs: Sequence[bytes], start: int) -> Iterator[Frame]:
         parents = [ROOT, *hashes][start : start + len(slabs)]
