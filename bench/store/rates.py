@@ -35,7 +35,7 @@ PUT_DISK = "Put, until on disk"
 EIGHT_B = "8B prefix"
 PREFIX_MS = f"{PREFIX_TOKENS:,} tokens in place, ms"
 PREFIX_RATE = "tokens/s: the prefill speed that it breaks even with"
-NUM_CHAINS = 2  # that the store's disk holds: it is full after these, and each new one takes the place of an older
+NUM_CHAINS = 2  # that each store holds: it is full after these, and each new one takes the place of an older
 FILL = 0.8  # of the file, that blocks may take
 
 
@@ -62,16 +62,19 @@ class _Round:
 
     def store(self) -> None:
         """One with memory alone, and one with a disk alone, so that every read is of the tier that is meant."""
-        disk_bytes = int((NUM_CHAINS + 0.5) * self._num_blocks * self._slab_bytes / FILL)
+        num_bytes = int((NUM_CHAINS + 0.5) * self._num_blocks * self._slab_bytes)
         with (
             self._directory() as path,
-            store_process("--memory-bytes", "1GiB") as memory,
-            store_process("--memory-bytes", "0", "--path", str(path), "--disk-bytes", str(disk_bytes)) as disk,
+            store_process("--memory-bytes", str(num_bytes)) as memory,
+            store_process(
+                "--memory-bytes", "0", "--path", str(path), "--disk-bytes", str(int(num_bytes / FILL))
+            ) as disk,
             self._client() as client,
         ):
-            self._ask(client, PUT_MEMORY, memory, do="put", on_disk=False, seconds=self._seconds)
+            putting = {"do": "put", "seconds": self._seconds, "num_before": NUM_CHAINS}
+            self._ask(client, PUT_MEMORY, memory, on_disk=False, **putting)
             self._ask(client, GET_MEMORY, memory, do="get", tier="memory", seconds=self._seconds)
-            self._ask(client, PUT_DISK, disk, do="put", on_disk=True, seconds=self._seconds, num_before=NUM_CHAINS)
+            self._ask(client, PUT_DISK, disk, on_disk=True, **putting)
             self._ask(client, GET_WARM, disk, do="get", tier="disk", seconds=self._seconds)
             disk.stop()
             page_cache.drop(path / "data.mdb")
