@@ -25,9 +25,9 @@ TAIL_TOKENS = 16  # of a prompt, behind its prefix: they are computed in any cas
 ANSWER_TOKENS = 2  # one alone would need no decode node
 ASK_TIMEOUT_S = 60.0
 STORED_S = 30.0  # until what was computed is in the store, at most
-REACHED_S = 20.0  # until nodes ask a store again that is back, at most
+REACHED_S = 30.0  # until nodes ask a store again that is back, at most
 POLL_S = 0.01
-TRIAL_S = 0.25  # between two requests that find out
+TRIAL_S = 0.1  # between two requests that find out
 # Every prompt goes through a prefill node, however short: only there is the store asked.
 COORDINATOR_ARGS = ("--local-tail-tokens", "0")
 

@@ -43,8 +43,9 @@ FIRST = "the first request"
 LATER = "the next one"
 TTFT_MS = "first token, ms"
 SPARE_BLOCKS = 4
-WAKING_TOKENS = 128
-NUM_WAKING = 6  # after each fault
+WARM_UP_TOKENS = 128
+WAKING_TOKENS = 64
+NUM_WAKING = 20  # a node asks a store that failed again after a time, or for one prompt in so many
 NUM_PLAIN = 5  # prompts that are asked without a store
 
 
@@ -135,7 +136,7 @@ class _Faults:
 
 
 async def _warm_up(asker: Asker, draw: Prompts) -> None:
-    for prompt in draw.of(WAKING_TOKENS, 2):
+    for prompt in draw.of(WARM_UP_TOKENS, 2):
         await asker.compute(prompt)
 
 

@@ -27,7 +27,7 @@ WARM = "disk, page cache warm"
 COLD = "disk, cold"
 SHORTEST = "shortest prefix, tokens, from which on it is not slower than computing"
 WAKING_TOKENS = 128
-NUM_WAKING = 4  # for each time that the store comes back
+NUM_WAKING = 5  # for each time that the store comes back
 SPARE_BLOCKS = 3
 
 
