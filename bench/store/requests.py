@@ -2,7 +2,8 @@
 
 The line to compare with is a cluster without a store, measured in the same round. Faults: `stopped`, its process is
 gone; `stuck`, it is stopped in its tracks and its connections stay; `slow`, a link of 1 MB/s; `lying`, a bit of every
-block is flipped on the way. Each is asked for prompts whose prefix the store has and the nodes' pools do not.
+block is flipped on the way. Each is asked for prompts whose prefix the store has and the nodes' pools do not, by a
+prefill node that has loaded from the store until then.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ LATER = "the next one"
 TTFT_MS = "first token, ms"
 SPARE_BLOCKS = 4
 WARM_UP_TOKENS = 128
-WAKING_TOKENS = 64
-NUM_WAKING = 20  # a node asks a store that failed again after a time, or for one prompt in so many
+NUM_WAKING = 6
 NUM_PLAIN = 5  # prompts that are asked without a store
 
 
@@ -74,7 +74,7 @@ async def _without_store(setting: Setting, samples: Samples, draw: Prompts) -> N
 async def _with_store(setting: Setting, samples: Samples, draw: Prompts) -> None:
     num_tokens = setting.effort.request_tokens
     cluster = make_proxied_cluster(setting.model, setting.directory, _pool_blocks(num_tokens))
-    waking = draw.of(WAKING_TOKENS, NUM_WAKING)
+    waking = draw.of(WARM_UP_TOKENS, NUM_WAKING)
     prompts = draw.of(num_tokens, 2 * (1 + len(FAULT_LINES)))
     try:
         async with running(cluster) as asker:
@@ -102,10 +102,16 @@ class _Faults:
         pairs = iter(zip(prompts[::2], prompts[1::2], strict=True))
         await self._ask(HEALTHY, next(pairs))
         for line, pair in zip(FAULT_LINES, pairs, strict=True):
+            # A new node, that has nothing against the store yet, and has seen what it gives.
+            await asyncio.to_thread(self._replace_prefill_node)
+            await self._asker.reach_store(list(waking))
             with self._fault(line):
                 await self._ask(line, pair)
-            if line != FAULT_LINES[-1]:
-                await self._asker.reach_store(list(waking))
+
+    def _replace_prefill_node(self) -> None:
+        node = self._asker.cluster.prefill[0]
+        node.stop()
+        restart(node)
 
     async def _ask(self, line: str, pair: tuple[Prompt, Prompt]) -> None:
         for column, prompt in zip((FIRST, LATER), pair, strict=True):
