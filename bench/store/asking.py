@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.engine.launch import WorkerFailedError
 from kvrelay.client import AsyncClient
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import KVRelayError, UnavailableError
 from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import CachedTokens
@@ -27,7 +27,7 @@ ASK_TIMEOUT_S = 60.0
 STORED_S = 30.0  # until what was computed is in the store, at most
 REACHED_S = 30.0  # until nodes ask a store again that is back, at most
 POLL_S = 0.01
-TRIAL_S = 0.1  # between two requests that find out
+TRIAL_S = 0.1  # between two such requests
 # Every prompt goes through a prefill node, however short: only there is the store asked.
 COORDINATOR_ARGS = ("--local-tail-tokens", "0")
 
@@ -135,10 +135,14 @@ class Asker:
         """
         async with asyncio.timeout(REACHED_S):
             while prompts:
-                seen = await self.ask(prompts.pop())
+                try:
+                    seen = await self.ask(prompts[-1])
+                except UnavailableError:  # the coordinator has not heard yet of a node that is back
+                    await asyncio.sleep(TRIAL_S)
+                    continue
+                prompts.pop()
                 if seen.cached.memory + seen.cached.disk:
                     return
-                await asyncio.sleep(TRIAL_S)
         raise AssertionError("the store is back, and nothing was loaded from it")
 
     def _blocks_on_disk(self) -> float:
