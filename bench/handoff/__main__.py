@@ -15,20 +15,17 @@ meets all of them. A figure is the median over the rounds, with the least and th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bench.engine import machine
-from bench.engine.launch import WorkerFailedError
 from bench.handoff import control, decode, jitter, tail, transfer
 from bench.handoff.plan import (
     CONTROL,
@@ -43,7 +40,8 @@ from bench.handoff.plan import (
     Effort,
     Setting,
 )
-from bench.handoff.samples import Bar, Samples, bars_as_markdown
+from bench.handoff.samples import Bar
+from bench.rounds import Part, Results, measure_all
 from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
 from scripts.development_certificates import CertificatesError, make_certificates
 
@@ -56,41 +54,13 @@ TITLES = {
 }
 
 
-@dataclass(slots=True)
-class Results:
-    """Grows from part to part."""
-
-    about: dict[str, Any]
-    samples: Samples = field(default_factory=Samples)
-    bars: list[Bar] = field(default_factory=list)
-    not_run: dict[str, str] = field(default_factory=dict)
-    cpus_busy_before: list[float] = field(default_factory=list)  # by others, before each part
-
-    def as_json(self) -> dict[str, Any]:
-        fields = {"not_run": self.not_run, "cpus_busy_before": self.cpus_busy_before}
-        return {**self.about, **fields, "samples": self.samples.as_json()}
-
-    def as_markdown(self) -> str:
-        sections = []
-        for table, title in TITLES.items():
-            if text := self.samples.as_markdown(table):
-                sections += [f"### {title}", text]
-        sections += ["### Bars", bars_as_markdown(self.bars, self.samples)]
-        if self.not_run:
-            sections += ["### Not run", "\n".join(f"- {what}: {why}" for what, why in self.not_run.items())]
-        return "\n\n".join(sections)
-
-
-Part = tuple[str, Callable[[Setting, Samples, int], None]]  # its name, and one round of it by its number
-
-
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # by exception: the workers end too
     directory = cache_directory() / "bench"
     output = options.json or directory / "results" / time.strftime("handoff-%Y%m%d-%H%M%S.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    results = Results({"machine": machine.describe()})
+    results = Results({"machine": machine.describe()}, TITLES)
     effort = QUICK if options.quick else Effort()
     effort = replace(effort, num_rounds=options.repeat or effort.num_rounds)
     with _certificates(results) as tls:
@@ -100,31 +70,22 @@ def main() -> int:
             results.not_run[MOONCAKE] = f"there is no {setting.mooncake}; `make bench-peers ARGS=mooncake` makes it"
         results.bars = _bars(options.rows, setting)
         try:
-            _measure_all(_parts(options.rows), setting, options.wait_s, results, output)
+            measure_all(
+                *(_parts(options.rows), setting, results),
+                num_rounds=effort.num_rounds,
+                wait_s=options.wait_s,
+                output=output,
+                say=say_to_stderr,
+            )
         finally:  # also what there is when it is ended early
             print(_heading(setting, results) + "\n\n" + results.as_markdown())
             say_to_stderr(f"every sample is in {output}")
     return 0 if results.samples.values else 1
 
 
-def _measure_all(parts: list[Part], setting: Setting, wait_s: float, results: Results, output: Path) -> None:
-    for round_number in range(1, setting.effort.num_rounds + 1):
-        for name, measure in parts:
-            if name in results.not_run:  # it failed once
-                continue
-            results.cpus_busy_before.append(machine.wait_until_quiet(say_to_stderr, wait_s))
-            say_to_stderr(f"round {round_number}: {name}")
-            try:
-                measure(setting, results.samples, round_number)
-            except WorkerFailedError as error:
-                say_to_stderr(str(error))
-                results.not_run[name] = str(error).splitlines()[-1]
-            output.write_text(json.dumps(results.as_json(), indent=1))
-
-
-def _parts(rows: tuple[str, ...]) -> list[Part]:
+def _parts(rows: tuple[str, ...]) -> list[Part[Setting]]:
     """Of one round. The decode loop in one process is measured once, whichever of its two rows is wanted."""
-    parts: dict[str, tuple[Part, ...]] = {
+    parts: dict[str, tuple[Part[Setting], ...]] = {
         TRANSFER: ((TRANSFER, lambda setting, samples, _: transfer.measure(setting, samples)),),
         CONTROL: (
             (CONTROL, lambda setting, samples, _: control.measure(setting, samples)),
@@ -137,7 +98,7 @@ def _parts(rows: tuple[str, ...]) -> list[Part]:
     return list({part[0]: part for row in rows for part in parts[row]}.values())
 
 
-def _decode(mode: str) -> Part:
+def _decode(mode: str) -> Part[Setting]:
     return f"decode, {mode}", lambda setting, samples, _: decode.measure(setting, samples, mode)
 
 
