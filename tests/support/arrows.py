@@ -49,6 +49,7 @@ RANKS = {
     "kvrelay.cli": 7,
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,
+    "kvrelay.duration": 7,
     "kvrelay.local_cluster": 7,
     "kvrelay.role_process": 7,
     "kvrelay.up": 7,
