@@ -1,123 +1,179 @@
 """Who waits for KV memory and who may try to get some now. Pure.
 
-First come, first served, with one rule against starvation: once the head of the queue was refused, nobody passes it.
-Without a refusal several try at once, so a slow node does not hold up the others' requests.
+Tenants take turns by weight (`fairness`), a tenant's requests by priority and age (`queue`). Whose turn has come stands
+in line, with one rule against starvation: once the head of the line was refused, nobody passes it, of whatever tenant:
+all that wait compete for the same room. Without a refusal several try at once, so a slow node does not hold up the
+others' requests.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from coordinator.fairness import DeficitRounds
+from coordinator.places import Places
+from coordinator.queue import Demand, TenantQueue, Ticket
+from coordinator.retry_advice import RetryAdvice
 from kvrelay.errors import OverloadedError
 
 MAX_TRYING = 8  # Reserve calls in flight at once
-MIN_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 30.0
-_SMOOTHING = 0.1  # weight of the newest wait in the running mean
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A place in the queue. `may_try` is called when it is this one's turn to ask for a reservation."""
-
-    may_try: Callable[[], None]
-    entered_at: float
-    trying: bool = False
-    refused_at: int | None = None  # the change count when its last, refused, try began
-    tried_at: int = 0
 
 
 class Admission:
-    """`max_queue` bounds new requests; ones that lost their decode node come back to the front, unbounded.
+    """`places` bounds new requests; ones that lost their decode node come back to the front, unbounded.
 
     A request for several answers has a place kept for each that does not wait yet; it counts as one taken.
     """
 
-    def __init__(self, max_queue: int, *, max_trying: int = MAX_TRYING) -> None:
-        self._max_queue = max_queue
+    def __init__(
+        self, places: Places, rounds: DeficitRounds, advice: RetryAdvice, *, max_trying: int = MAX_TRYING
+    ) -> None:
+        self._places = places
+        self._rounds = rounds
+        self._advice = advice
         self._max_trying = max_trying
-        self._queue: list[Ticket] = []
-        self._num_kept = 0
+        self._line: OrderedDict[Ticket, None] = OrderedDict()  # those whose turn has come, and who came back
+        self._queues: defaultdict[str, TenantQueue] = defaultdict(TenantQueue)
+        self._num_queued = 0
+        self._num_trying = 0
         self._num_changes = 0
-        self._mean_wait_s = 0.0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._line) + self._num_queued
 
-    @property
-    def retry_after_s(self) -> float:
-        """Advice to those turned away: what recent requests waited, within bounds."""
-        return min(max(self._mean_wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+    def most_places(self, tenant: str) -> int:
+        """Answers of the tenant that may ever wait at a time."""
+        return self._places.most(tenant)
 
-    def check_room(self, num_places: int = 1) -> None:
-        """Raises OverloadedError when the queue has no room for so many more."""
-        num_taken = len(self._queue) + self._num_kept
-        if num_taken + num_places > self._max_queue:
-            raise OverloadedError(
-                f"{num_taken} answers wait already, and {num_places} more would be over the {self._max_queue} that "
-                "this coordinator queues; try again later",
-                retry_after_s=self.retry_after_s,
-            )
+    def retry_after_s(self, tenant: str) -> float:
+        """Advice to one that waited for too long."""
+        return self._advice.wait_s(tenant)
 
-    def keep(self, num_places: int) -> None:
+    def check_room(
+        self, tenant: str, now: float, *, num_places: int = 1, num_tokens: int = 0, request_id: str = ""
+    ) -> None:
+        """Raises OverloadedError when the queue has no room for so many more of the tenant's. Whoever is told when to
+        come back, and does, with the same `request_id`, finds room more likely than others do."""
+        num_kept = self._advice.num_kept(tenant, request_id, self._places.most(tenant), now)
+        why_not = self._places.why_no_room(tenant, num_places, num_tokens, num_kept)
+        if why_not:
+            delay_s = self._advice.refused(tenant, request_id, num_places, num_tokens, now)
+            raise OverloadedError(why_not, retry_after_s=delay_s)
+
+    def got_in(self, tenant: str, request_id: str) -> None:
+        """The request has its places and is waited for no more."""
+        self._advice.got_in(tenant, request_id)
+
+    def keep(self, tenant: str, now: float, num_places: int, num_tokens: int) -> None:
         """Sets places aside for answers that enter later, at the front; `check_room` says beforehand if they are to be
         had."""
-        self._num_kept += num_places
+        self._take(tenant, num_places, num_tokens, now)
 
-    def give_back(self, num_places: int) -> None:
+    def give_back(self, tenant: str, num_places: int, num_tokens: int) -> None:
         """As many kept places are needed no more: their answers enter now, or never."""
-        self._num_kept -= num_places
+        self._places.give_back(tenant, num_places, num_tokens)
 
-    def enter(self, may_try: Callable[[], None], now: float, *, front: bool = False, refused: bool = False) -> Ticket:
-        """Queues at the end (OverloadedError when full) or, for a request that was admitted before, at the front.
+    def enter(self, may_try: Callable[[], None], demand: Demand, now: float) -> Ticket:
+        """Queues with its tenant's others, whether or not there is room."""
+        ticket = Ticket(may_try, demand, now)
+        self._take(demand.tenant, 1, demand.num_tokens, now)
+        self._queues[demand.tenant].add(ticket)
+        self._num_queued += 1
+        self._rounds.wait(demand.tenant)
+        self._call_next()
+        return ticket
 
-        `refused`: it was just refused, so it waits for a change first.
-        """
-        ticket = Ticket(may_try, now, refused_at=self._num_changes if refused else None)
-        if front:
-            self._queue.insert(0, ticket)
-        else:
-            self.check_room()
-            self._queue.append(ticket)
+    def enter_in_front(
+        self, may_try: Callable[[], None], demand: Demand, now: float, *, refused: bool = False
+    ) -> Ticket:
+        """Goes first: a request that was admitted before (its demand of tokens is 0, it has paid), or one more answer
+        of one. `refused`: it was just refused, so it waits for a change first."""
+        ticket = Ticket(may_try, demand, now, refused_at=self._num_changes if refused else None)
+        self._take(demand.tenant, 1, demand.num_tokens, now)
+        self._rounds.charge(demand.tenant, demand.num_tokens)
+        self._line[ticket] = None
+        self._line.move_to_end(ticket, last=False)
         self._call_next()
         return ticket
 
     def refused(self, ticket: Ticket) -> None:
         """No node had room; the ticket keeps its place and tries again after a change."""
-        ticket.trying, ticket.refused_at = False, ticket.tried_at
+        self._stop_trying(ticket)
+        ticket.refused_at = ticket.tried_at
         self._call_next()
 
     def admitted(self, ticket: Ticket, now: float) -> None:
         """The ticket got its room and leaves."""
-        self._mean_wait_s += _SMOOTHING * (now - ticket.entered_at - self._mean_wait_s)
-        self.leave(ticket)
+        if ticket in self._line:
+            self._advice.waited(ticket.demand.tenant, now - ticket.entered_at)
+            self._leave_line(ticket, now)
 
-    def leave(self, ticket: Ticket) -> None:
-        """Gave up, was cancelled or failed; leaving twice is harmless."""
-        if ticket in self._queue:
-            self._queue.remove(ticket)
-            self._call_next()
+    def leave(self, ticket: Ticket, now: float) -> None:
+        """Gave up, was cancelled or failed, and is not charged; leaving twice is harmless."""
+        tenant = ticket.demand.tenant
+        if ticket in self._line:
+            self._rounds.refund(tenant, ticket.demand.num_tokens)
+            self._leave_line(ticket, now)
+        elif tenant in self._queues and self._queues[tenant].remove(ticket):
+            self._left_queue(tenant)
+            self._free(ticket.demand, now)
 
     def changed(self) -> None:
         """Room may have appeared: a node joined, its status changed, or a request ended."""
         self._num_changes += 1
         self._call_next()
 
+    def _leave_line(self, ticket: Ticket, now: float) -> None:
+        self._stop_trying(ticket)
+        del self._line[ticket]
+        self._free(ticket.demand, now)
+        self._call_next()
+
+    def _stop_trying(self, ticket: Ticket) -> None:
+        self._num_trying -= ticket.trying
+        ticket.trying = False
+
+    def _take(self, tenant: str, num_places: int, num_tokens: int, now: float) -> None:
+        if num_places and not self._places.taken(tenant).num_places:
+            self._advice.begin(tenant, now)
+        self._places.take(tenant, num_places, num_tokens)
+
+    def _free(self, demand: Demand, now: float) -> None:
+        self._places.give_back(demand.tenant, 1, demand.num_tokens)
+        self._advice.freed(demand.tenant, demand.num_tokens, now)
+
     def _call_next(self) -> None:
         for ticket in self._turns():
             ticket.trying, ticket.tried_at = True, self._num_changes
+            self._num_trying += 1
             ticket.may_try()
 
     def _turns(self) -> list[Ticket]:
-        num_trying = sum(ticket.trying for ticket in self._queue)
+        """Looks at no more tickets than may try at once, and one."""
         turns: list[Ticket] = []
-        for ticket in self._queue:
-            if num_trying + len(turns) >= self._max_trying:
-                break
+        num_free = self._max_trying - self._num_trying
+        for ticket in self._line:
+            if len(turns) >= num_free:
+                return turns
             if not ticket.trying and ticket.refused_at != self._num_changes:
                 turns.append(ticket)
             if ticket.refused_at is not None:
-                break  # it was refused before: the rest wait behind it
+                return turns  # it was refused before: the rest wait behind it
+        while len(turns) < num_free and (tenant := self._rounds.next()) is not None:
+            turns.append(self._take_turn(tenant))
         return turns
+
+    def _take_turn(self, tenant: str) -> Ticket:
+        ticket = self._queues[tenant].take()
+        self._rounds.charge(tenant, ticket.demand.num_tokens)
+        self._left_queue(tenant)
+        self._line[ticket] = None
+        return ticket
+
+    def _left_queue(self, tenant: str) -> None:
+        self._num_queued -= 1
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._rounds.rest(tenant)

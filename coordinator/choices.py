@@ -27,6 +27,9 @@ class Choices:
         self._flows = flows
         self._admission = admission
         self._on_finished = on_finished
+        accepted = flows[0].state.accepted
+        self._tenant = accepted.tenant
+        self._tokens_each = accepted.sampling.max_tokens or 0  # of a later answer, whose prompt is cached by then
         self._num_kept = 0
         self._may_follow = asyncio.Event()
 
@@ -35,12 +38,20 @@ class Choices:
         """Answers that entered the queue and have not ended."""
         return sum(_is_open(flow) for flow in self._flows)
 
-    def enter(self) -> None:
-        """Takes or keeps a place for each answer. Raises OverloadedError when there are not enough; then none is."""
-        self._admission.check_room(len(self._flows))
+    def enter(self, client_id: str, now: float) -> None:
+        """Takes or keeps a place for each answer. Raises OverloadedError when there are not enough; then none is.
+
+        `client_id` is the id under which the client may send the request again, if it chose one.
+        """
+        num_answers = len(self._flows)
+        num_tokens = self._flows[0].num_tokens_wanted() + (num_answers - 1) * self._tokens_each
+        self._admission.check_room(
+            self._tenant, now, num_places=num_answers, num_tokens=num_tokens, request_id=client_id
+        )
+        self._admission.got_in(self._tenant, client_id)
+        self._num_kept = num_answers - 1
+        self._admission.keep(self._tenant, now, self._num_kept, self._num_kept * self._tokens_each)
         self._flows[0].enter()
-        self._num_kept = len(self._flows) - 1
-        self._admission.keep(self._num_kept)
 
     def leave(self) -> None:
         """Gives up every place that is still held; also when `run` never began."""
@@ -92,7 +103,7 @@ class Choices:
 
     def _give_back(self, num_places: int) -> None:
         self._num_kept -= num_places
-        self._admission.give_back(num_places)
+        self._admission.give_back(self._tenant, num_places, num_places * self._tokens_each)
 
 
 def account_of(finished: Sequence[RequestFinished]) -> RequestFinished:

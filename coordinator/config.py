@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.tenant_policy import parse_policies
 from kvrelay.config import RoleConfig, option
 
 
@@ -15,7 +16,18 @@ class CoordinatorConfig(RoleConfig):
     max_queue: int = option(
         256, "answers that may wait for room, n of a request for n; more are turned away", minimum=1
     )
+    max_queued_tokens: int = option(
+        0,
+        "tokens that waiting answers may want in all, uncached ones of prompts and max_tokens; 0: no bound",
+        minimum=0,
+    )
     max_queue_wait_s: float = option(60.0, "longest wait of a request for room", unit="s", minimum=0.1)
+    tenants: str = option(
+        "",
+        "tenants' shares and bounds, as NAME:KEY=VALUE,... with semicolons between; * is everyone not named. Keys: "
+        "weight (of the share of tokens while others wait, 1), max_queued, max_queued_tokens, max_wait_s (0: as for "
+        "all), priority (of requests that name none, -100 to 100, 0)",
+    )
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)
     local_tail_tokens: int = option(
@@ -36,3 +48,7 @@ class CoordinatorConfig(RoleConfig):
         unit="file",
     )
     request_timeout_s: float = option(600.0, "longest life of a request", unit="s", minimum=0.1)
+
+    def check(self) -> None:
+        """Raises ConfigError where fields contradict each other."""
+        parse_policies(self.tenants)

@@ -42,9 +42,13 @@ class Flow:
         self._attempt = Attempt(state, cluster, limits, lifetime, emit=emit, on_retry=on_retry)
 
     def enter(self, *, front: bool = False) -> None:
-        """Takes the last place in the queue, or the first. Raises OverloadedError when there is no last one more."""
+        """Takes a place among its tenant's in the queue, or the first of all."""
         self._placer.enter(front=front)
         self.lifetime.take(Edge.ACCEPTED)
+
+    def num_tokens_wanted(self) -> int:
+        """What the answer costs its tenant."""
+        return self._placer.demand().num_tokens
 
     def leave(self) -> None:
         """Gives up the place in the queue; for a flow whose task may never have run."""

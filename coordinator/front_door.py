@@ -22,6 +22,7 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.placement import Limits
 from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
+from coordinator.tenant_policy import TenantPolicies
 from coordinator.tenants import Salts, Tenant
 from coordinator.text import Text
 from kvrelay.cluster import ModelInfo
@@ -54,6 +55,7 @@ class FrontDoor:
         metrics: CoordinatorMetrics,
         instance_id: InstanceId,
         salts: Salts,
+        policies: TenantPolicies,
     ) -> None:
         self.text = text
         self._config = config
@@ -61,6 +63,7 @@ class FrontDoor:
         self._admission = admission
         self._metrics = metrics
         self._salts = salts
+        self._policies = policies
         self._limits = Limits(
             max_queue_wait_s=config.max_queue_wait_s,
             max_retries=config.max_retries,
@@ -110,19 +113,21 @@ class FrontDoor:
             raise
 
     async def _accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
-        self._check_n(request)
+        self._check_n(request, tenant.label)
+        request.check_priority()
         scope = self._salts.scope(tenant, request)
-        self._check_open(request.n)
+        self._check_open(request, scope.tenant)
         model = self.model(request.model)
         request_id = _settle_request_id(request.request_id)
         request.sampling.validate(model.vocab_size)
         prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
-        self._check_open(request.n)  # a drain may have begun meanwhile, and counts on the requests it found
+        self._check_open(request, scope.tenant)  # a drain may have begun meanwhile, and counts on the requests it found
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
-        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
-        return self._start(self._choices_of(accepted, request.n))
+        priority = self._policies.of(scope.tenant).priority if request.priority is None else request.priority
+        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope, priority)
+        return self._start(self._choices_of(accepted, request.n), request.request_id)
 
     def cancel(self, request_id: str) -> None:
         """Raises NotFoundError when no such request runs."""
@@ -144,19 +149,20 @@ class FrontDoor:
         if leftover:
             await asyncio.wait([running.task for running in leftover])
 
-    def _check_n(self, request: GenerateRequest) -> None:
+    def _check_n(self, request: GenerateRequest, tenant: str) -> None:
         request.check_n()
-        if request.n > self._config.max_queue:
+        most = self._admission.most_places(tenant)
+        if request.n > most:
             raise InvalidRequestError(
-                f"n is {request.n}; allowed is at most {self._config.max_queue} here: each answer needs a place in the "
-                "queue, and this coordinator has no more"
+                f"n is {request.n}; allowed is at most {most} here: each answer needs a place in the queue, and this "
+                "coordinator has no more"
             )
 
-    def _check_open(self, num_places: int) -> None:
+    def _check_open(self, request: GenerateRequest, tenant: str) -> None:
         why = self.why_not_ready()
         if why:
             raise UnavailableError(f"the cluster takes no requests now: {why}", retry_after_s=1.0)
-        self._admission.check_room(num_places)
+        self._admission.check_room(tenant, self._now(), num_places=request.n, request_id=request.request_id)
 
     def _settle_sampling(self, sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo) -> SamplingParams:
         max_tokens = settle_max_tokens(num_prompt_tokens, sampling.max_tokens, self._config.default_max_tokens, model)
@@ -179,11 +185,11 @@ class FrontDoor:
             choices.append(replace(accepted, node_request_id=node_id, sampling=drawing))
         return choices
 
-    def _start(self, accepted: list[AcceptedRequest]) -> RunningRequest:
+    def _start(self, accepted: list[AcceptedRequest], client_id: str) -> RunningRequest:
         running = RunningRequest(accepted[0], self._metrics, len(accepted))
         flows = [self._flow(running, index, choice) for index, choice in enumerate(accepted)]
         choices = Choices(flows, self._admission, running.choice_finished)
-        choices.enter()
+        choices.enter(client_id, self._now())
         self._running[running.accepted.request_id] = running
         running.start(choices, self._config.request_timeout_s)
         running.task.add_done_callback(lambda _: self._ended(running))
@@ -195,11 +201,15 @@ class FrontDoor:
             RequestState(accepted, answer, time.monotonic()),
             self._cluster,
             self._admission,
-            self._limits,
+            self._limits_of(accepted.tenant),
             Lifetime(self._metrics.edge),
             emit=partial(running.emit, index),
             on_retry=self._metrics.retried,
         )
+
+    def _limits_of(self, tenant: str) -> Limits:
+        most_s = self._limits.max_queue_wait_s
+        return replace(self._limits, max_queue_wait_s=min(self._policies.of(tenant).max_wait_s or most_s, most_s))
 
     def _ended(self, running: RunningRequest) -> None:
         del self._running[running.accepted.request_id]
@@ -207,6 +217,10 @@ class FrontDoor:
 
     def _usable(self, role: Role) -> bool:
         return bool(self._cluster.members.usable(role))
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
 
 def _settle_request_id(request_id: str) -> RequestId:

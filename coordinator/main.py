@@ -10,12 +10,16 @@ from prometheus_client import CollectorRegistry
 from coordinator.admission import Admission
 from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
+from coordinator.fairness import DeficitRounds
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Identify, identify
 from coordinator.members import Members
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
+from coordinator.places import Places
+from coordinator.retry_advice import RetryAdvice
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
+from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
 from coordinator.text import Text
 from kvrelay.rpc import process
@@ -43,13 +47,14 @@ class Coordinator:
         self._text = text
         self._readiness: Readiness | None = None
         self._nodes = Nodes()
-        self._admission = Admission(config.max_queue)
         members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
         self._cluster = Cluster(members, self._nodes, self._changed)
         self._metrics = CoordinatorMetrics(registry)
+        policies = parse_policies(config.tenants)
+        self._admission = _admission(config, policies, self._metrics)
         self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
         salts = Salts(read_secret(config.cluster_secret_file))
-        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id, salts)
+        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
         self._membership = ClusterService(self._cluster, self.door, instance_id)
 
@@ -78,6 +83,11 @@ class Coordinator:
         if self._readiness is not None:
             why_not = self.door.why_not_ready()
             self._readiness.set(not why_not, why_not)
+
+
+def _admission(config: CoordinatorConfig, policies: TenantPolicies, metrics: CoordinatorMetrics) -> Admission:
+    places = Places(policies, config.max_queue, config.max_queued_tokens, metrics.queued)
+    return Admission(places, DeficitRounds(policies.weight), RetryAdvice())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

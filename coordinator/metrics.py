@@ -11,6 +11,8 @@ from kvrelay.inference import RequestFinished
 from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvrelay.types import FinishReason
 
+MAX_TENANT_LABELS = 50
+OTHER_TENANTS = "other"
 _WAITING = (Stage.QUEUED, Stage.RESERVING)
 _RUNNING = (Stage.PREFILLING, Stage.DECODING)
 
@@ -24,6 +26,9 @@ class CoordinatorMetrics:
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
 
         self._first_token = histogram(
             "kvrelay_time_to_first_token_seconds", "From acceptance until the first token left for the client."
@@ -51,6 +56,15 @@ class CoordinatorMetrics:
         )
         self._running = Gauge("kvrelay_requests_running", "Answers that nodes compute.", registry=registry)
         self._waiting = Gauge("kvrelay_requests_waiting", "Answers that wait for room.", registry=registry)
+        self._queued = gauge(
+            "kvrelay_tenant_queued_answers",
+            f"Places in the queue that are taken, by tenant: the first {MAX_TENANT_LABELS} by name, the rest as other.",
+            "tenant",
+        )
+        self._queued_tokens = gauge(
+            "kvrelay_tenant_queued_tokens", "Tokens that those want, of prompts and max_tokens.", "tenant"
+        )
+        self._tenant_labels: set[str] = set()
 
     def watch_circuits(self, num_open: Callable[[], int]) -> None:
         """`num_open` is called by whoever scrapes, on another thread."""
@@ -60,6 +74,12 @@ class CoordinatorMetrics:
         self._edges.labels(edge.value).inc()
         for gauge, stages in ((self._waiting, _WAITING), (self._running, _RUNNING)):
             gauge.inc((after in stages) - (before in stages))
+
+    def queued(self, tenant: str, num_answers: int, num_tokens: int) -> None:
+        """So many more, or fewer, of the tenant's wait."""
+        label = self._tenant_label(tenant)
+        self._queued.labels(label).inc(num_answers)
+        self._queued_tokens.labels(label).inc(num_tokens)
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -87,3 +107,9 @@ class CoordinatorMetrics:
 
     def retried(self, kind: str) -> None:
         self._retries.labels(kind).inc()
+
+    def _tenant_label(self, tenant: str) -> str:
+        """A tenant keeps its label: what it adds to a gauge it takes from there again."""
+        if tenant not in self._tenant_labels and len(self._tenant_labels) < MAX_TENANT_LABELS:
+            self._tenant_labels.add(tenant)
+        return tenant if tenant in self._tenant_labels else OTHER_TENANTS

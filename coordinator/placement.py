@@ -7,10 +7,11 @@ import logging
 import time
 from dataclasses import dataclass
 
-from coordinator.admission import Admission, Ticket
+from coordinator.admission import Admission
 from coordinator.cluster import Cluster
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
+from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from kvrelay.errors import KVRelayError, OverloadedError
@@ -58,10 +59,20 @@ class Placer:
         self._ticket: Ticket | None = None
         self._deadline = 0.0
 
+    def demand(self) -> Demand:
+        """What it costs its tenant, as far as is known where its prompt is cached."""
+        accepted, hashes = self._state.accepted, self._state.hashes()
+        caches = (self._cluster.cached(role, hashes) for role in (Role.PREFILL_NODE, Role.DECODE_NODE))
+        num_blocks = max((blocks for cache in caches for blocks in cache.values()), default=0)
+        num_uncached = len(accepted.prompt_ids) - num_blocks * accepted.model.layout.block_tokens
+        num_tokens = max(num_uncached, 1) + self._state.answer.num_left
+        return Demand(accepted.tenant, num_tokens, accepted.priority)
+
     def enter(self, *, front: bool) -> None:
-        """Takes a place at the end of the queue, or the first. Raises OverloadedError when the end is full."""
+        """Takes a place among its tenant's, or the first of all."""
         self._deadline = self._now() + self._limits.max_queue_wait_s
-        self._ticket = self._admission.enter(self._turn.set, self._now(), front=front)
+        enter = self._admission.enter_in_front if front else self._admission.enter
+        self._ticket = enter(self._turn.set, self.demand(), self._now())
 
     def enter_again(self, *, refused: bool) -> None:
         """Takes the first place. `refused`: the attempt found no room after all (another coordinator's request may have
@@ -69,14 +80,15 @@ class Placer:
         if not refused:
             self._deadline = self._now() + self._limits.max_queue_wait_s
         self._turn.clear()
-        self._ticket = self._admission.enter(self._turn.set, self._now(), front=True, refused=refused)
+        paid = Demand(self._state.accepted.tenant, num_tokens=0)
+        self._ticket = self._admission.enter_in_front(self._turn.set, paid, self._now(), refused=refused)
         if refused:
             self._cluster.look_again()
 
     def leave(self) -> None:
         """Gives up the place in the queue, if it still has one."""
         if self._ticket is not None:
-            self._admission.leave(self._ticket)
+            self._admission.leave(self._ticket, self._now())
             self._ticket = None
 
     async def place(self) -> Placement | None:
@@ -100,7 +112,7 @@ class Placer:
                 raise
             raise OverloadedError(
                 f"no node had room for the request within {self._limits.max_queue_wait_s:g} s; try again later",
-                retry_after_s=self._admission.retry_after_s,
+                retry_after_s=self._admission.retry_after_s(self._state.accepted.tenant),
             ) from error
         finally:
             self.leave()

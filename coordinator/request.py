@@ -27,6 +27,11 @@ class AcceptedRequest:
     sampling: SamplingParams
     model: ModelInfo
     scope: CacheScope
+    priority: int = 0  # among its tenant's requests
+
+    @property
+    def tenant(self) -> str:
+        return self.scope.tenant
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ async def _ask(options: argparse.Namespace, prompt: Prompt, sampling: SamplingPa
             cache_salt=options.cache_salt,
             public_cache=options.public_cache,
             cache_ttl_s=options.cache_ttl,
+            priority=options.priority,
             timeout_s=options.timeout,
         )
         answer = await _collect(events, printer)
@@ -96,7 +97,9 @@ def parse_ids(text: str) -> tuple[int, ...]:
 def _check(options: argparse.Namespace) -> None:
     if options.timeout is not None and not options.timeout > 0:
         raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
-    GenerateRequest(None, n=options.n).check_n()
+    asked = GenerateRequest(None, n=options.n, priority=options.priority)
+    asked.check_n()
+    asked.check_priority()
     if options.logprobs and not options.json:
         raise InvalidRequestError("--logprobs are only shown by --json; add it, or leave them out")
 
@@ -168,6 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", metavar="NAME", help="served model; default: the only one")
     parser.add_argument("--request-id", default="", metavar="ID", help="id to cancel by; default: one is chosen")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to ask for, up to 128; default 1")
+    parser.add_argument(
+        "--priority",
+        type=int,
+        metavar="N",
+        help="go before your requests of less, -100 to 100; default: your usual",
+    )
     parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
     add_cache_arguments(parser)
     drawing = parser.add_argument_group("how tokens are drawn, and when the answer ends")

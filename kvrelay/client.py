@@ -67,6 +67,7 @@ class AsyncClient:
         cache_salt: str | None = None,
         public_cache: str = "",
         cache_ttl_s: float | None = None,
+        priority: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[AnswerEvent, None]:
         """The answer as it grows; RequestFinished is the last event.
@@ -78,7 +79,15 @@ class AsyncClient:
         Raises what refused the request or ended it. Use contextlib.aclosing around it to leave it early.
         """
         request = GenerateRequest(
-            prompt, sampling or SamplingParams(), request_id, model, n, cache_salt, public_cache, cache_ttl_s
+            prompt,
+            sampling or SamplingParams(),
+            request_id,
+            model,
+            n,
+            cache_salt,
+            public_cache,
+            cache_ttl_s,
+            priority,
         )
         call = self._inference.Generate(convert_inference.generate_request_to_pb(request), timeout=timeout_s)
         async with _AnswerReplies(call, self._address) as events:
@@ -170,6 +179,7 @@ class Client:
         cache_salt: str | None = None,
         public_cache: str = "",
         cache_ttl_s: float | None = None,
+        priority: int | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[AnswerEvent]:
         """As AsyncClient.generate; leaving the loop cancels the request."""
@@ -182,6 +192,7 @@ class Client:
             cache_salt=cache_salt,
             public_cache=public_cache,
             cache_ttl_s=cache_ttl_s,
+            priority=priority,
             timeout_s=timeout_s,
         )
         try:

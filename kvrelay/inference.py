@@ -9,6 +9,7 @@ from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import CachedTokens, FinishReason, RequestId
 
 MAX_CHOICES = 128  # answers to one prompt, as in OpenAI's API
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,12 @@ class GenerateRequest:
     cache_salt: str | None = None
     public_cache: str = ""
     cache_ttl_s: float | None = None
+    priority: int | None = None  # among the tenant's own requests; None: the tenant's usual one
+
+    def check_priority(self) -> None:
+        """Raises InvalidRequestError."""
+        if self.priority is not None:
+            check_priority(self.priority)
 
     def check_n(self) -> None:
         """Raises InvalidRequestError, naming value and what is allowed."""
@@ -146,3 +153,9 @@ class RequestFailed:
 
 
 GenerateEvent = RequestAccepted | TokensGenerated | ChoiceFinished | RequestFinished | RequestFailed
+
+
+def check_priority(priority: int) -> None:
+    """Raises InvalidRequestError, naming value and what is allowed."""
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(f"priority is {priority}; allowed is [{MIN_PRIORITY}, {MAX_PRIORITY}]")

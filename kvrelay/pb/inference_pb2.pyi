@@ -83,6 +83,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PUBLIC_CACHE_FIELD_NUMBER: _builtins.int
     CACHE_TTL_S_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; 1 to 128 printable ASCII characters; empty: the coordinator chooses one."""
     model: _builtins.str
@@ -104,6 +105,10 @@ class GenerateRequest(_message.Message):
     cache_ttl_s: _builtins.float
     """How long a kvstore keeps the prompt's blocks after their last use, in seconds; unset: the tenant's default; 0: no end
     but eviction. At least 0, finite.
+    """
+    priority: _builtins.int
+    """Which of the tenant's waiting requests goes first: the greater one, -100 to 100; unset: the tenant's usual one. Waiting
+    adds to it, so that none waits for ever. Nothing to other tenants' requests.
     """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
@@ -130,21 +135,26 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         public_cache: _builtins.str = ...,
         cache_ttl_s: _builtins.float | None = ...,
+        priority: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_priority", b"_priority", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_priority", b"_priority", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__cache_ttl_s: _TypeAlias = _typing.Literal["cache_ttl_s"]  # noqa: Y015
     _WhichOneofArgType__cache_ttl_s: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_ttl_s) -> _WhichOneofReturnType__cache_ttl_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

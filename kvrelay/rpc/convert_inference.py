@@ -62,6 +62,7 @@ def _generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateR
         cache_salt=request.cache_salt,
         public_cache=request.public_cache,
         cache_ttl_s=request.cache_ttl_s,
+        priority=request.priority,
     )
     match request.prompt:
         case TextPrompt(text):
@@ -86,6 +87,7 @@ def generate_request_from_pb(wire: inference_pb2.GenerateRequest) -> GenerateReq
         cache_salt=wire.cache_salt if wire.HasField("cache_salt") else None,
         public_cache=wire.public_cache,
         cache_ttl_s=wire.cache_ttl_s if wire.HasField("cache_ttl_s") else None,
+        priority=wire.priority if wire.HasField("priority") else None,
     )
 
 

@@ -1,0 +1,113 @@
+"""When to come back: what those who were turned away are told, and the places that are kept for them. Pure.
+
+A delay is worth nothing if the place that comes free meanwhile goes to whoever asks first. So it is worked out from how
+fast places came free, in turn after all that were turned away before, and the place is kept: from shortly before the
+time told until shortly after it, for the same request id of the same tenant.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+MIN_RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 600.0  # nothing is promised for later than that
+GRACE_S = 2.0  # a place is kept so long after the time told
+MAX_PROMISES = 4_096
+_NUM_FREED = 32  # places that came free last, by which the pace is told
+_MARGIN = 1.15  # what is told, of what is expected
+_LEAD_PLACES = 4  # a place is kept from when so many more shall come free until its time
+
+
+class Pace:
+    """How fast places come free while somebody waits."""
+
+    def __init__(self) -> None:
+        self._moments: deque[tuple[float, int]] = deque(maxlen=_NUM_FREED + 1)  # when, tokens; the first is the start
+
+    def begin(self, now: float) -> None:
+        """The queue was empty and is no more: a place free meanwhile told nothing of the pace."""
+        self._moments.clear()
+        self._moments.append((now, 0))
+
+    def freed(self, num_tokens: int, now: float) -> None:
+        self._moments.append((now, num_tokens))
+
+    def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
+        """Until so many places, with so many tokens, come free; None while none did."""
+        if len(self._moments) < 2:
+            return None
+        span = max(now - self._moments[0][0], 1e-3)
+        tokens_freed = sum(tokens for _, tokens in itertools.islice(self._moments, 1, None))
+        return span * max(num_places / (len(self._moments) - 1), num_tokens / max(tokens_freed, 1))
+
+
+@dataclass(slots=True)
+class _Promise:
+    num_places: int
+    due: float
+
+
+class Promises:
+    """One tenant's. In order of time; what is told later is never due earlier."""
+
+    def __init__(self) -> None:
+        self._later: OrderedDict[str, _Promise] = OrderedDict()
+        self._soon: OrderedDict[str, _Promise] = OrderedDict()  # places are kept for these
+        self._num_promised = 0  # places, of both
+        self._num_soon = 0
+
+    def __len__(self) -> int:
+        return len(self._later) + len(self._soon)
+
+    def num_kept(self, pace: Pace, now: float) -> int:
+        """Places that whoever was promised none has to leave."""
+        self._pass_on(pace, now)
+        return self._num_soon
+
+    def is_due(self, request_id: str, now: float) -> bool:
+        """Whether the request was told to come by now. A moment before is in time: clocks differ."""
+        promise = self._soon.get(request_id)
+        return promise is not None and now >= promise.due - MIN_RETRY_AFTER_S / 2
+
+    def tell(self, request_id: str, num_places: int, num_tokens: int, pace: Pace, guess_s: float, now: float) -> float:
+        """The delay in seconds for a request that was turned away, which is promised its places where it has an id.
+        `guess_s` holds while no pace is known."""
+        self._pass_on(pace, now)
+        known = self._soon.get(request_id) or self._later.get(request_id)
+        if known is not None:
+            return self._tell_again(request_id, known, now)
+        expected = pace.seconds_for(self._num_promised + num_places, num_tokens, now)
+        delay = max(guess_s if expected is None else expected * _MARGIN, MIN_RETRY_AFTER_S, self._last_due() - now)
+        if request_id and delay <= MAX_RETRY_AFTER_S and len(self) < MAX_PROMISES:
+            self._later[request_id] = _Promise(num_places, now + delay)
+            self._num_promised += num_places
+        return min(delay, MAX_RETRY_AFTER_S)
+
+    def forget(self, request_id: str) -> None:
+        """It came and got in."""
+        for promises in (self._soon, self._later):
+            promise = promises.pop(request_id, None)
+            if promise is not None:
+                self._num_promised -= promise.num_places
+                self._num_soon -= promise.num_places if promises is self._soon else 0
+
+    def _tell_again(self, request_id: str, promise: _Promise, now: float) -> float:
+        """Who comes early is told the rest; who comes in time and finds no room goes on being waited for."""
+        if promise.due - now < MIN_RETRY_AFTER_S:  # then it is among the soon ones
+            promise.due = now + MIN_RETRY_AFTER_S
+            self._soon.move_to_end(request_id)
+        return promise.due - now
+
+    def _last_due(self) -> float:
+        return next(reversed(self._later.values())).due if self._later else 0.0
+
+    def _pass_on(self, pace: Pace, now: float) -> None:
+        lead = max(MIN_RETRY_AFTER_S, pace.seconds_for(_LEAD_PLACES, 0, now) or 0.0)
+        while self._later and (first := next(iter(self._later.values()))).due <= now + lead:
+            request_id, _ = self._later.popitem(last=False)
+            self._soon[request_id] = first
+            self._num_soon += first.num_places
+        while self._soon and next(iter(self._soon.values())).due + GRACE_S < now:
+            self.forget(next(iter(self._soon)))

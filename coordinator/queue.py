@@ -1,0 +1,64 @@
+"""What waits for its first turn, tenant by tenant. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.heap import Heap
+from kvrelay.types import DEFAULT_TENANT
+
+# So long must a request have waited to be level with one that comes now and has one point of priority more. From the
+# least priority to the greatest that makes 50 s, less than a request waits at most by default.
+AGEING_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one answer wants: `num_tokens` are the prompt's that no cache is known to have, and max_tokens."""
+
+    tenant: str = DEFAULT_TENANT
+    num_tokens: int = 1
+    priority: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A place in the queue. `may_try` is called when it is this one's turn to ask for a reservation."""
+
+    may_try: Callable[[], None]
+    demand: Demand
+    entered_at: float
+    trying: bool = False
+    refused_at: int | None = None  # the change count when its last, refused, try began
+    tried_at: int = 0
+
+
+class TenantQueue:
+    """One tenant's tickets, the next one first: by priority, to which waiting adds.
+
+    A ticket is passed only by ones of more priority that come within AGEING_S for each point they have more. So one of
+    priority p waits for those that came before it, for those that come in the (MAX_PRIORITY - p) x AGEING_S seconds
+    after it, and for no others: a steady stream of urgent requests, however dense, starves nobody.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: Heap[Ticket] = Heap()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def add(self, ticket: Ticket) -> None:
+        self._tickets.rank(ticket, (ticket.entered_at - ticket.demand.priority * AGEING_S,))
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Whether it waited here."""
+        return self._tickets.remove(ticket)
+
+    def take(self) -> Ticket:
+        """The next one, which leaves. Raises LookupError when nobody waits."""
+        ticket = self._tickets.least()
+        if ticket is None:
+            raise LookupError("nobody waits")
+        self._tickets.remove(ticket)
+        return ticket

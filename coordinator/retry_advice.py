@@ -1,0 +1,63 @@
+"""What those who find no room are told, tenant by tenant. Pure."""
+
+from __future__ import annotations
+
+from coordinator.promises import MIN_RETRY_AFTER_S, Pace, Promises
+
+MAX_GUESS_S = 30.0
+_SMOOTHING = 0.1  # weight of the newest wait in the running mean
+_MAX_IDLE_TENANTS = 1_000  # whose experience is kept
+
+
+class _Experience:
+    """Of one tenant."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.promises = Promises()
+        self.mean_wait_s = 0.0
+
+
+class RetryAdvice:
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, _Experience] = {}
+
+    def wait_s(self, tenant: str) -> float:
+        """What recent requests of the tenant waited, within bounds."""
+        return min(max(self._of(tenant).mean_wait_s, MIN_RETRY_AFTER_S), MAX_GUESS_S)
+
+    def num_kept(self, tenant: str, request_id: str, most_places: int, now: float) -> int:
+        """Places that a new request of the tenant has to leave free. Never more than half: were those to whom they are
+        promised all gone, the others shall have enough to keep the cluster busy."""
+        known = self._of(tenant)
+        num_kept = known.promises.num_kept(known.pace, now)
+        return 0 if known.promises.is_due(request_id, now) else min(num_kept, most_places // 2)
+
+    def refused(self, tenant: str, request_id: str, num_places: int, num_tokens: int, now: float) -> float:
+        """The delay in seconds to tell."""
+        known = self._of(tenant)
+        return known.promises.tell(request_id, num_places, num_tokens, known.pace, self.wait_s(tenant), now)
+
+    def got_in(self, tenant: str, request_id: str) -> None:
+        self._of(tenant).promises.forget(request_id)
+
+    def waited(self, tenant: str, seconds: float) -> None:
+        """An answer found room after so long."""
+        known = self._of(tenant)
+        known.mean_wait_s += _SMOOTHING * (seconds - known.mean_wait_s)
+
+    def begin(self, tenant: str, now: float) -> None:
+        """Somebody waits again."""
+        self._of(tenant).pace.begin(now)
+
+    def freed(self, tenant: str, num_tokens: int, now: float) -> None:
+        """An answer that wanted so many tokens waits no more."""
+        self._of(tenant).pace.freed(num_tokens, now)
+
+    def _of(self, tenant: str) -> _Experience:
+        """Of many tenants the one that is longest unheard of is forgotten."""
+        known = self._by_tenant.pop(tenant, None) or _Experience()
+        self._by_tenant[tenant] = known
+        if len(self._by_tenant) > _MAX_IDLE_TENANTS:
+            del self._by_tenant[next(iter(self._by_tenant))]
+        return known

@@ -1,0 +1,100 @@
+"""What each tenant is entitled to: its share of the cluster, and how much of it may wait. Pure.
+
+Written in one line, as in `--tenants "search:weight=3,max_queued=64;batch:priority=-50;*:max_queued_tokens=200000"`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.errors import ConfigError, InvalidRequestError
+from kvrelay.inference import check_priority
+from kvrelay.types import MAX_TENANT_CHARS, check_tenant_name
+
+EVERYONE_ELSE = "*"
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPolicy:
+    """0 in a bound leaves it to what holds for all tenants together. Raises ConfigError for what is out of range."""
+
+    weight: float = 1.0  # of its share of tokens while others wait too
+    max_queued: int = 0  # answers that wait at a time
+    max_queued_tokens: int = 0  # that they want in all
+    max_wait_s: float = 0.0  # of one answer for room
+    priority: int = 0  # of requests that name none; compared only within the tenant
+
+    def __post_init__(self) -> None:
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise ConfigError(f"weight is {self.weight:g}; allowed is {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+        for name in ("max_queued", "max_queued_tokens", "max_wait_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value:g}; allowed is at least 0, where 0 sets no bound")
+        try:
+            check_priority(self.priority)
+        except InvalidRequestError as error:
+            raise ConfigError(error.message) from error
+
+
+class TenantPolicies:
+    """Policies by name; for each tenant that is not named, those of EVERYONE_ELSE."""
+
+    def __init__(self, named: Mapping[str, TenantPolicy] | None = None) -> None:
+        given = dict(named or {})
+        self._otherwise = given.pop(EVERYONE_ELSE, TenantPolicy())
+        self._named = given
+
+    def of(self, tenant: str) -> TenantPolicy:
+        return self._named.get(tenant, self._otherwise)
+
+    def weight(self, tenant: str) -> float:
+        return self.of(tenant).weight
+
+    def parts(self, num_places: int) -> dict[str, int]:
+        """Of so many places each named tenant's part by weight, rounded down. Those that are not named have one between
+        them, which is what these leave."""
+        weights = {name: policy.weight for name, policy in self._named.items()}
+        total = sum(weights.values()) + self._otherwise.weight
+        return {name: int(num_places * weight / total) for name, weight in weights.items()}
+
+
+def parse_policies(text: str) -> TenantPolicies:
+    """Of `NAME:KEY=VALUE,...` entries with semicolons or line breaks between. Raises ConfigError that says where."""
+    named: dict[str, TenantPolicy] = {}
+    for entry in filter(None, (part.strip() for part in re.split(r"[;\n]", text))):
+        name, policy = _parse_entry(entry)
+        if name in named:
+            raise ConfigError(f"tenants has {name!r} twice; write what holds for it in one entry")
+        named[name] = policy
+    return TenantPolicies(named)
+
+
+def _parse_entry(entry: str) -> tuple[str, TenantPolicy]:
+    name, colon, terms = (part.strip() for part in entry.rpartition(":"))
+    try:
+        if not colon:
+            raise ConfigError("a name, a colon and terms are needed, such as search:weight=3,max_queued=64")
+        check_tenant_name(name)
+        given: dict[str, Any] = dict(_parse_term(term) for term in terms.split(",") if term.strip())
+        return name, TenantPolicy(**given)
+    except (ConfigError, InvalidRequestError) as error:
+        raise ConfigError(f"tenants has {entry[: 2 * MAX_TENANT_CHARS]!r}: {error.message}") from error
+
+
+def _parse_term(term: str) -> tuple[str, int | float]:
+    key, _, value = (part.strip() for part in term.partition("="))
+    kinds = {name: type(value) for name, value in dataclasses.asdict(TenantPolicy()).items()}
+    if key not in kinds:
+        raise ConfigError(f"{key!r} is no term of a tenant; allowed are {', '.join(kinds)}")
+    try:
+        return key, kinds[key](value)
+    except ValueError as error:
+        kind = "a whole number" if kinds[key] is int else "a number"
+        raise ConfigError(f"{key} is {value!r}; allowed is {kind}") from error
