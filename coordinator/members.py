@@ -10,6 +10,8 @@ from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.types import InstanceId, Role
 
 PROTOCOL_VERSION = 1
+NO_STATUS = "joined, and has not said yet how it is"
+DISCONNECTED = "its connection to the coordinator has ended"
 COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
 
 
@@ -47,7 +49,8 @@ class Members:
         """
         self._check(info)
         before = self._members.get(info.instance_id)
-        member = Member(info, replace(before.status, ready=False) if before else NodeStatus(), now)
+        status = replace(before.status if before else NodeStatus(), ready=False, not_ready_reason=NO_STATUS)
+        member = Member(info, status, now)
         self._members[info.instance_id] = member
         return member
 
@@ -73,7 +76,7 @@ class Members:
 
     def disconnect(self, member: Member) -> None:
         """Its Join stream ended. Not ready from now on, and gone in a while unless it joins again before."""
-        member.status = replace(member.status, ready=False)
+        member.status = replace(member.status, ready=False, not_ready_reason=DISCONNECTED)
 
     def remove(self, member: Member) -> None:
         """Its process is gone."""

@@ -64,7 +64,9 @@ class DecodeApp:
         await self.host.close()
 
     def status(self) -> NodeStatus:
-        return self._service.node.status() if self._service.node is not None else NodeStatus()
+        if self._service.node is None:
+            return NodeStatus(not_ready_reason=self.host.readiness.reason)
+        return self._service.node.status()
 
     def _make_core(self, loaded: LoadedEngine) -> DecodeCore:
         """Runs on the engine thread."""

@@ -223,6 +223,7 @@ class DecodeNode:
         load = self._load()
         return NodeStatus(
             ready=self.ready,
+            not_ready_reason=self._not_ready_reason,
             draining=self._draining,
             blocks=load.blocks,
             num_running=load.num_running,
@@ -249,7 +250,15 @@ class DecodeNode:
     @property
     def ready(self) -> bool:
         """Takes new requests."""
-        return not self._draining and not self.engine.stuck(self.clock())
+        return not self._not_ready_reason
+
+    @property
+    def _not_ready_reason(self) -> str:
+        if self._draining:
+            return "draining"
+        if self.engine.died:
+            return "the engine has died"
+        return "the engine is stuck" if self.engine.stuck(self.clock()) else ""
 
     async def drain(self, deadline_s: float) -> None:
         """Takes nothing new; returns when the last request has ended, after `deadline_s` at the latest.
@@ -320,10 +329,8 @@ class DecodeNode:
             raise OverloadedError(f"{self._num_taken} requests hold blocks here; at most {most} may")
 
     def _check_ready(self) -> None:
-        if self._draining:
-            raise UnavailableError("the decode node is draining; reserve on another")
-        if self.engine.stuck(self.clock()):
-            raise UnavailableError("the decode node's engine is stuck; reserve on another")
+        if not self.ready:
+            raise UnavailableError(f"this decode node is not ready: {self._not_ready_reason}; reserve on another")
 
     def _command(self, entry: Entry, fn: Callable[[DecodeCore], None]) -> asyncio.Future[None]:
         """Submits; a failure reaches the request's stream, whoever waits for the future or not."""

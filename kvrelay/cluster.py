@@ -47,6 +47,7 @@ class NodeStatus:
     memory_bytes: int = 0
     disk_bytes: int = 0
     limits: DecodeLimits | PrefillLimits | None = None  # in force now, of a node that computes
+    not_ready_reason: str = ""  # for people; empty while it is ready
 
 
 @dataclass(frozen=True, slots=True)

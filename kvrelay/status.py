@@ -13,6 +13,7 @@ from kvrelay.client_command import make_parser, run, size, write
 from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.types import Role
 
+_WHY = "WHY NOT READY"  # a last column, while any node has a reason
 _HEADER = ("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "RESERVED", "BLOCKS free/reserved/held/cached", "TOTAL")
 
 
@@ -57,7 +58,10 @@ def table(address: str, status: ClusterStatus) -> str:
     if not status.nodes:
         return lines[0] + "\nno node has joined"
     rows = [_HEADER, *(_cells(report) for report in _in_order(status))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    if any(_why(report) for report in status.nodes):
+        reasons = (_WHY, *(_why(report) for report in _in_order(status)))
+        rows = [(*row, reason) for row, reason in zip(rows, reasons, strict=True)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
 
@@ -81,6 +85,11 @@ def _cells(report: NodeReport) -> tuple[str, ...]:
     counts = f"{blocks.free}/{blocks.reserved}/{blocks.held}/{blocks.cached}"
     numbers = (status.num_running, status.num_waiting, status.num_reservations)
     return (report.info.role.value, report.info.address, state, *map(str, numbers), counts, str(blocks.total))
+
+
+def _why(report: NodeReport) -> str:
+    """A node that drains says so as its state."""
+    return "" if report.status.draining else report.status.not_ready_reason
 
 
 def _parser() -> argparse.ArgumentParser:

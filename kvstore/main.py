@@ -67,6 +67,7 @@ class KVStoreApp:
         stats = self._store.counts()
         return NodeStatus(
             ready=self._readiness.ready,
+            not_ready_reason=self._readiness.reason,
             draining=self._service.draining,
             memory_bytes=stats.memory.num_bytes,
             disk_bytes=stats.disk.num_bytes,

@@ -65,7 +65,10 @@ class PrefillApp:
 
     def status(self) -> NodeStatus:
         jobs = self._service.jobs
-        return jobs.status(ready=self.host.readiness.ready) if jobs is not None else NodeStatus()
+        readiness = self.host.readiness
+        if jobs is None:
+            return NodeStatus(not_ready_reason=readiness.reason)
+        return jobs.status(ready=readiness.ready, not_ready_reason=readiness.reason)
 
     def _make_core(self, loaded: LoadedEngine) -> PrefillCore:
         """Runs on the engine thread."""

@@ -93,10 +93,11 @@ class PrefillJobs:
             self._loader.costs.computed(output.num_step_tokens, output.step_s)
         self._on_status()
 
-    def status(self, *, ready: bool) -> NodeStatus:
+    def status(self, *, ready: bool, not_ready_reason: str = "") -> NodeStatus:
         output = self._output
         return NodeStatus(
             ready=ready,
+            not_ready_reason=not_ready_reason,
             draining=self._draining,
             blocks=output.blocks,
             num_running=output.num_running,

@@ -8,7 +8,8 @@ that came in time (slow start, as in RFC 5681), and falls at once to what the li
 
 A connection delivers in order. So an answer to anything shows that all that was sent before it has arrived, and what a
 stream leaves unanswered for reasons of its own does not hold up the others. (Streams overtake each other only before
-gRPC has given their bytes to the socket; by no more than each stream's own bound, see Turn.)
+gRPC has given their bytes to the socket; by no more than each stream's own bound, see Turn. On a slow connection they
+do not: tests/integration/test_link_order.py.)
 """
 
 from __future__ import annotations

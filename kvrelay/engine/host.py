@@ -169,12 +169,15 @@ class EngineHost(Generic[C]):
     def _look_at_health(self) -> None:
         was_ready = self.readiness.ready
         stuck = self.engine.stuck(time.monotonic())
-        self.readiness.set(not stuck, "the engine has not finished a step for too long" if stuck else "")
+        self.readiness.set(not stuck, self._why_stuck() if stuck else "")
         if self.readiness.ready != was_ready:
             self.changed()
         if stuck:
             self._on_stuck()
         self._look_at_life()
+
+    def _why_stuck(self) -> str:
+        return "the engine has died" if self.engine.died else "the engine has not finished a step for too long"
 
     def _look_at_life(self) -> None:
         busy_s = self.engine.busy_s(time.monotonic())

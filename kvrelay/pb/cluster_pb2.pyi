@@ -114,6 +114,7 @@ class NodeStatus(_message.Message):
     DISK_BYTES_FIELD_NUMBER: _builtins.int
     DECODE_LIMITS_FIELD_NUMBER: _builtins.int
     PREFILL_LIMITS_FIELD_NUMBER: _builtins.int
+    NOT_READY_REASON_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """False before warm-up is done, while stuck, and while draining."""
     draining: _builtins.bool
@@ -130,6 +131,8 @@ class NodeStatus(_message.Message):
     """Slabs in memory, in bytes (kvstore only; else 0)."""
     disk_bytes: _builtins.int
     """Records on disk, in bytes, headers and padding included (kvstore only; else 0)."""
+    not_ready_reason: _builtins.str
+    """For people: why `ready` is false; empty while it is true."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts:
         """Of the node's pool; zeros on a kvstore."""
@@ -156,10 +159,11 @@ class NodeStatus(_message.Message):
         disk_bytes: _builtins.int = ...,
         decode_limits: _types_pb2.DecodeLimits | None = ...,
         prefill_limits: _types_pb2.PrefillLimits | None = ...,
+        not_ready_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "limits", b"limits", "prefill_limits", b"prefill_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "prefill_limits", b"prefill_limits", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "not_ready_reason", b"not_ready_reason", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "prefill_limits", b"prefill_limits", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_limits: _TypeAlias = _typing.Literal["decode_limits", "prefill_limits"]  # noqa: Y015
     _WhichOneofArgType_limits: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015

@@ -361,7 +361,7 @@ class ReceiveEvent(_message.Message):
     NUM_BLOCKS_RECEIVED_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     num_blocks_received: _builtins.int
-    """Block frames verified and written so far."""
+    """Blocks verified and written whole so far; a part of a slab that is not its last adds none."""
     committed: _builtins.bool
     """Set once, in the last event: every block was proven and the sequence may run."""
     def __init__(

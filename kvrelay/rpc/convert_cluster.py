@@ -125,6 +125,7 @@ def node_status_to_pb(status: NodeStatus) -> cluster_pb2.NodeStatus:
         disk_bytes=status.disk_bytes,
         decode_limits=decode_limits_to_pb(limits) if isinstance(limits, DecodeLimits) else None,
         prefill_limits=prefill_limits_to_pb(limits) if isinstance(limits, PrefillLimits) else None,
+        not_ready_reason=status.not_ready_reason,
     )
 
 
@@ -140,6 +141,7 @@ def node_status_from_pb(wire: cluster_pb2.NodeStatus) -> NodeStatus:
         memory_bytes=wire.memory_bytes,
         disk_bytes=wire.disk_bytes,
         limits=_limits_from_pb(wire),
+        not_ready_reason=wire.not_ready_reason,
     )
 
 

@@ -406,9 +406,10 @@ async def test_a_dead_engine_fails_everyone_and_the_node_is_not_ready(caplog: py
             await read_all(events)
         last.cancel()
         assert "the engine thread failed" in caplog.text
-        assert not harness.node.status().ready
+        status = harness.node.status()
+        assert (status.ready, status.not_ready_reason) == (False, "the engine has died")
         assert len(harness.node.reservations) == 0
-        with pytest.raises(UnavailableError, match="engine is stuck"):
+        with pytest.raises(UnavailableError, match="not ready: the engine has died; reserve on another"):
             await reserve(harness)
 
 
@@ -422,6 +423,7 @@ async def test_a_draining_node_takes_nothing_new_and_ends_when_the_last_answer_h
         draining = asyncio.create_task(harness.node.drain(10.0))
         await asyncio.sleep(0)
         assert dataclasses.astuple(harness.node.status())[:2] == (False, True)
+        assert harness.node.status().not_ready_reason == "draining"
         with pytest.raises(UnavailableError, match="draining"):
             await reserve(harness)
         assert not draining.done()

@@ -45,20 +45,24 @@ async def count(receiver: Process) -> int:
     return int((await line(receiver))[0])
 
 
-async def test_a_byte_is_copied_twice_by_the_sender_and_three_times_by_the_receiver(counter: Path) -> None:
-    """Sender: into the message, and by gRPC into its slice. Receiver: twice by gRPC, and into the pool."""
+@pytest.mark.parametrize(("slab", "num_slab_bytes"), [("360KiB", 120 * 368_640), ("2MiB", 21 * 2_097_152)])
+async def test_a_byte_is_copied_twice_by_the_sender_and_three_times_by_the_receiver(
+    counter: Path, slab: str, num_slab_bytes: int
+) -> None:
+    """Sender: into the message, and by gRPC into its slice. Receiver: twice by gRPC, and into the pool. Slabs that are
+    sent in parts are no exception."""
     async with asyncio.timeout(TIMEOUT_S):
-        receiver = await start(counter, "receive")
+        receiver = await start(counter, "receive", slab)
         try:
             (address,) = await line(receiver)
             before = await count(receiver)
-            sender = await start(counter, "send", address)
+            sender = await start(counter, "send", slab, address)
             num_bytes, num_sent = map(int, await line(sender))
             num_received = await count(receiver) - before
             assert await sender.wait() == 0
         finally:
             receiver.kill()
             await receiver.wait()
-    assert num_bytes == 120 * 368_640
+    assert num_bytes == num_slab_bytes
     assert 1.95 < num_sent / num_bytes < 2.05
     assert 2.95 < num_received / num_bytes < 3.05

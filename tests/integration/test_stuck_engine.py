@@ -89,7 +89,7 @@ async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model
             with pytest.raises(UnavailableError, match="engine is stuck; resume on another"):
                 async for _ in events:
                     pass
-            assert not app.status().ready
+            assert (app.status().ready, app.status().not_ready_reason) == (False, "the engine is stuck")
             assert app.host.readiness.reason == "the engine has not finished a step for too long"
             assert await health(channel) == [NOT_SERVING] * 2
         while not (app.status().ready and app.host.readiness.ready) or app.status().blocks.held:

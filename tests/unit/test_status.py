@@ -30,6 +30,28 @@ def test_status_table() -> None:
     ]
 
 
+def test_the_table_says_why_a_node_is_not_ready() -> None:
+    """One that drains says so already."""
+    members = [
+        NodeReport(NodeInfo(Role.PREFILL_NODE, InstanceId("i"), f"127.0.0.1:{7410 + i}", None), node_status, 0.1)
+        for i, node_status in enumerate(
+            [
+                NodeStatus(not_ready_reason="the engine is stuck"),
+                NodeStatus(ready=True),
+                NodeStatus(draining=True, not_ready_reason="draining"),
+            ]
+        )
+    ]
+    cluster = ClusterStatus(tuple(members), 0, 0, ready=False)
+    _, header, stuck, ready, draining = status.table("c", cluster).splitlines()
+    assert header.endswith("TOTAL  WHY NOT READY")
+    assert stuck.split()[2:4] == ["not", "ready"]
+    assert stuck.index("the engine is stuck") == header.index("WHY NOT READY")
+    assert ready.endswith("  -")
+    assert draining.endswith("  -")
+    assert status.describe(cluster)["nodes"][0]["not_ready_reason"] == "the engine is stuck"
+
+
 def test_nodes_are_listed_by_role_then_address_however_they_joined() -> None:
     places = [
         (Role.KVSTORE, "127.0.0.1:7401"),

@@ -1,7 +1,7 @@
 """One end of a handoff in a process of its own, which says how many bytes it copied meanwhile.
 
-`receive`: prints its address, then a count for each line on stdin. `send ADDRESS`: hands over once and prints the bytes
-of the slabs and of its copies. Run with count.c preloaded.
+`receive SLAB`: prints its address, then a count for each line on stdin. `send SLAB ADDRESS`: hands over once and prints
+the bytes of the slabs and of its copies. Run with count.c preloaded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from prefill_node.turns import Turns
 from tests.support.decode_harness import decode_node
 from tests.support.fake_engine import make_info, make_request
 
-LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")  # the demo model's: 360 KiB a slab
-NUM_BLOCKS = 120
+LAYOUTS = {
+    "360KiB": KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16"),  # the demo model's
+    "2MiB": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),  # of a model of 8B parameters
+}
+LAYOUT = LAYOUTS[sys.argv[2]]
+NUM_BLOCKS = 43_200 * 1024 // LAYOUT.slab_bytes
 NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_tokens
 INFO = make_info(LAYOUT, max_model_len=NUM_TOKENS + 1)
 
@@ -76,4 +80,4 @@ async def send(address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(receive() if sys.argv[1] == "receive" else send(sys.argv[2]))
+    asyncio.run(receive() if sys.argv[1] == "receive" else send(sys.argv[3]))

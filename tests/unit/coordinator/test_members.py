@@ -68,6 +68,18 @@ def test_member_that_joins_again_keeps_its_pool_size_but_waits_for_a_status() ->
     assert members.usable(Role.DECODE_NODE) == [again]
 
 
+def test_a_member_that_says_nothing_has_a_reason_all_the_same() -> None:
+    members = Members(timeout_s=3.0)
+    first = members.join(node(), now=0.0)
+    assert first.status.not_ready_reason == "joined, and has not said yet how it is"
+    members.update(first, READY, now=0.1)
+    assert first.status.not_ready_reason == ""
+    members.disconnect(first)
+    assert (first.status.ready, first.status.not_ready_reason) == (False, "its connection to the coordinator has ended")
+    again = members.join(node(), now=0.2)
+    assert again.status.not_ready_reason == "joined, and has not said yet how it is"
+
+
 def test_new_process_at_an_address_names_its_past() -> None:
     members = Members(timeout_s=3.0)
     old = members.join(node("one"), now=0.0)

@@ -138,10 +138,23 @@ def test_what_was_sent_before_something_answered_is_not_on_the_way_any_more() ->
     pace = Pace(KIB, 1024 * KIB)
     first, second = pace.sent(64 * KIB, 1.0), pace.sent(64 * KIB, 1.1)
     assert not pace.fits(KIB)
-    pace.arrived_before(1.1)
+    pace.arrived_before(1.1, 1.15)
     assert (pace.in_flight_bytes, pace.fits(64 * KIB)) == (64 * KIB, True)
-    pace.answered(second, 1.101)
+    pace.answered(second, 1.151)
     bound_bytes = pace.bound_bytes
     pace.answered(first, 30.0)
     pace.forgotten(first)
     assert (pace.in_flight_bytes, pace.bound_bytes) == (0, bound_bytes)
+
+
+def test_what_arrived_unanswered_counts_with_its_time_as_well_as_its_bytes() -> None:
+    """1 MB/s. The first message's own answer is withheld, another one's shows after 0.4 s that it has arrived. What is
+    sent then, behind one that is under way, has come after 0.6 s: 600 kB in that time, not in a whole second."""
+    pace = Pace(KIB, 2 * MIB)
+    pace.bound_bytes = 2_000_000
+    pace.sent(400_000, 1.0)
+    pace.sent(300_000, 1.1)
+    pace.arrived_before(1.05, 1.4)
+    last = pace.sent(300_000, 1.4)
+    pace.answered(last, 2.0)
+    assert pace.bound_bytes == pytest.approx(250_000, abs=1)
