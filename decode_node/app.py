@@ -15,7 +15,7 @@ from decode_node.service import SERVICE_NAMES, DecodeService
 from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
-from kvrelay.kv.remote import StoreClient
+from kvrelay.kv.block_store import BlockStore
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 
@@ -78,7 +78,7 @@ class DecodeApp:
         )
         return self._core
 
-    async def _start_node(self, loaded: LoadedEngine, store: StoreClient | None) -> DecodeNode:
+    async def _start_node(self, loaded: LoadedEngine, store: BlockStore | None) -> DecodeNode:
         node = DecodeNode(
             engine=self.host.engine,
             info=loaded.info,

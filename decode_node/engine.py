@@ -15,6 +15,7 @@ from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError, OverloadedError
+from kvrelay.kv.chain import Chain, ChainBlock
 from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.pool import BlockPool, Reservation
 from kvrelay.limits import DecodeLimits
@@ -62,7 +63,7 @@ class SequencePreempted:
     reservation_id: ReservationId
     num_tokens: int
     resume: Resume
-    hashes: tuple[BlockHash, ...] = ()  # to be in the kvstore when it comes back, if it shall load them
+    to_keep: tuple[ChainBlock, ...] = ()  # to be in the kvstore when it comes back, if it shall load them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class BlocksWanted:
     """A preempted sequence has blocks again; these are to be filled from the kvstore, then comes `loaded`."""
 
     reservation_id: ReservationId
+    chain: Chain
     hashes: tuple[BlockHash, ...]
     block_ids: tuple[BlockId, ...]
 
@@ -79,7 +81,7 @@ class StepDone:
     advanced: tuple[SequenceAdvanced, ...]
     preempted: tuple[SequencePreempted, ...] = ()
     to_load: tuple[BlocksWanted, ...] = ()
-    filled: tuple[BlockHash, ...] = ()  # blocks that became full and shareable; for the offloader
+    filled: tuple[ChainBlock, ...] = ()  # blocks that became full and shareable; for the offloader
     num_rows: int = 0
     num_tokens: int = 0  # tokens computed
     step_s: float = 0.0
@@ -229,7 +231,7 @@ class DecodeCore:
         plan = self._plan = self._scheduler.schedule(self._memory)
         batch = plan.batch
         drawn = self._runner.run(batch) if batch.rows else []
-        filled: list[BlockHash] = []
+        filled: list[ChainBlock] = []
         advanced = [self._update(row, token, filled) for row, token in zip(batch.rows, drawn, strict=True)]
         self._publish()
         self._stalled = not (batch.rows or plan.preempted)
@@ -274,7 +276,7 @@ class DecodeCore:
         self._members[sequence] = _Member(reservation_id, self._clock(), num_cached_tokens)
 
     def _update(
-        self, row: ScheduledRow, token: GeneratedToken | BadLogitsError | None, filled: list[BlockHash]
+        self, row: ScheduledRow, token: GeneratedToken | BadLogitsError | None, filled: list[ChainBlock]
     ) -> SequenceAdvanced | None:
         sequence = row.sequence
         if isinstance(token, BadLogitsError):
@@ -300,11 +302,12 @@ class DecodeCore:
         self._let_go(sequence)
         return SequenceAdvanced(reservation_id, error=error)
 
-    def _register(self, sequence: Sequence) -> list[BlockHash]:
-        """Names the blocks that became full; gives the hashes that were new to the pool."""
-        full = sequence.unregistered_blocks()
+    def _register(self, sequence: Sequence) -> list[ChainBlock]:
+        """Names the blocks that became full; gives those that were new to the pool."""
+        first, full = sequence.num_registered_blocks, sequence.unregistered_blocks()
         sequence.num_registered_blocks += len(full)
-        return [block_hash for block_id, block_hash in full if self._pool.register(block_id, block_hash)]
+        new = [index for index, block in enumerate(full, first) if self._pool.register(*block)]
+        return sequence.blocks_to_keep(new)
 
     def _let_go(self, sequence: Sequence) -> None:
         member = self._members.pop(sequence)
@@ -322,16 +325,17 @@ class DecodeCore:
 
     def _preempted(self, sequence: Sequence) -> SequencePreempted:
         resume = self._costs.choose()
-        hashes: tuple[BlockHash, ...] = ()
+        to_keep: tuple[ChainBlock, ...] = ()
         if resume is Resume.SWAP:
             self._memory.load_on_return(sequence)
-            hashes = tuple(sequence.block_hashes[: sequence.num_reusable_blocks])
-        return SequencePreempted(self._members[sequence].reservation_id, sequence.num_tokens, resume, hashes)
+            to_keep = tuple(sequence.blocks_to_keep(range(sequence.num_reusable_blocks)))
+        return SequencePreempted(self._members[sequence].reservation_id, sequence.num_tokens, resume, to_keep)
 
     def _wanted(self, sequence: Sequence) -> BlocksWanted:
         missing = slice(sequence.num_registered_blocks, sequence.num_reusable_blocks)
         return BlocksWanted(
             self._members[sequence].reservation_id,
+            sequence.chain,
             tuple(sequence.block_hashes[missing]),
             tuple(sequence.block_table[missing]),
         )

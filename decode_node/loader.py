@@ -7,7 +7,8 @@ from collections.abc import Callable
 from decode_node.engine import BlocksWanted, Cache, DecodeCore
 from decode_node.metrics import DecodeMetrics
 from kvrelay.engine.loop import EngineLoop
-from kvrelay.kv.prefix import BlockStore, load_prefix
+from kvrelay.kv.block_store import BlockStore
+from kvrelay.kv.prefix import load_prefix
 
 LOAD_LIMIT_S = 1.0  # longest wait for one request's blocks; what has not come by then is computed
 
@@ -33,7 +34,9 @@ class BlockLoader:
         """Fills the blocks as far as the store can and tells the engine. Once it has ended, by a cancel too, nothing
         writes into them any more."""
         started = self._clock()
-        tiers = await load_prefix(self._store, wanted.hashes, wanted.block_ids, self._cache.write_slab, LOAD_LIMIT_S)
+        tiers = await load_prefix(
+            self._store, wanted.chain, wanted.hashes, wanted.block_ids, self._cache.write_slab, LOAD_LIMIT_S
+        )
         self._metrics.blocks_loaded(tiers)
         seconds = self._clock() - started
         await self._engine.call(lambda core: core.loaded(wanted.reservation_id, len(tiers), seconds))

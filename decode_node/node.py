@@ -25,13 +25,14 @@ from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import KVRelayError, NotFoundError, OverloadedError, UnavailableError
+from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.hashing import chain_root
+from kvrelay.kv.offload import Offer, offer_nothing
 from kvrelay.kv.pool import Reservation
-from kvrelay.kv.prefix import BlockStore
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
 from kvrelay.sampling import GeneratedToken
-from kvrelay.types import BlockHash, BlockId, InstanceId, ReservationId
+from kvrelay.types import BlockId, InstanceId, ReservationId
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class DecodeNode:
         lease_s: float = 10.0,
         load: Callable[[], EngineLoad] = EngineLoad,
         changed: Callable[[], None] = _nothing,
-        offer: Callable[[tuple[BlockHash, ...]], None] = lambda hashes: None,
+        offer: Offer = offer_nothing,
         store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -197,7 +198,7 @@ class DecodeNode:
                 "reservation %s gave its blocks to an older one: %d tokens to hold again, by %s",
                 *(preempted.reservation_id, preempted.num_tokens, preempted.resume.value),
             )
-            self._offer(preempted.hashes)
+            self._offer(preempted.to_keep, urgent=True)
         for wanted in output.to_load:
             request = self._requests.get(wanted.reservation_id)
             if request is not None:

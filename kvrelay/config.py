@@ -13,7 +13,7 @@ import difflib
 import re
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, TypeVar
@@ -23,6 +23,7 @@ from kvrelay.types import Role
 
 T = TypeVar("T")
 
+REDIS_SCHEME = "redis://"  # of a kvstore that is a Redis or Valkey server
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY_UNITS}
 MAX_PORT = 65_535
@@ -65,7 +66,8 @@ def option(
 
     `unit` is shown beside the help; "bytes" makes an int field take sizes such as 512MiB, "host:port" makes a str
     field take nothing but an address (or "") and a tuple[str, ...] field any number of different ones, written with
-    commas between (in the file also as an array), and "directory" and "file" say what a str field names.
+    commas between (in the file also as an array), "store" makes it take redis://host:port too, and "directory" and
+    "file" say what a str field names.
     """
     metadata = {"option": Option(help, unit, tuple(choices), minimum, maximum)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -115,7 +117,13 @@ class NodeConfig(RoleConfig):
     kv_bytes: int = option(512 * 2**20, "memory of the KV pool", unit="bytes", minimum=1)
     block_tokens: int = option(16, "token positions of a block; the same on every node", minimum=1, maximum=1024)
     coordinator: tuple[str, ...] = option((), JOIN_HELP, unit="host:port")
-    kvstore: str = option("", "KV store to share prefixes through; none: only this node's own", unit="host:port")
+    kvstore: tuple[str, ...] = option(
+        (),
+        "KV stores to share prefixes through, the same on every node; each has a share of the prompts. none: only this "
+        "node's own",
+        unit="store",
+    )
+    kvstore_replicas: int = option(1, "kvstores that keep each prompt's blocks, of those that are there", minimum=1)
     watchdog_s: float = option(
         10.0, "longest step before the node calls itself stuck and gives its requests up", unit="s", minimum=0.1
     )
@@ -217,9 +225,8 @@ def _argument(field: _Field) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     names = {int: "N", float: "X", Path: "PATH"}
     metavar = "{" + ",".join(field.option.choices) + "}" if field.option.choices else names.get(field.type, "TEXT")
-    metavar = {"bytes": "SIZE", "host:port": "HOST:PORT", "directory": "DIR", "file": "FILE"}.get(
-        field.option.unit, metavar
-    )
+    by_unit = {"bytes": "SIZE", "host:port": "HOST:PORT", "store": "HOST:PORT", "directory": "DIR", "file": "FILE"}
+    metavar = by_unit.get(field.option.unit, metavar)
     metavar += ",..." if _takes_many(field) else ""
     return {"metavar": metavar, "help": help_text}
 
@@ -313,7 +320,7 @@ def _convert(field: _Field, value: Any) -> Any:
     if field.type is bool:
         return _convert_bool(value)
     if _takes_many(field):
-        return _convert_addresses(value)
+        return _convert_addresses(value, _check_store if field.option.unit == "store" else _check_address)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(value)
     if field.type is int:
@@ -343,7 +350,7 @@ def _takes_many(field: _Field) -> bool:
     return typing.get_origin(field.type) is tuple
 
 
-def _convert_addresses(value: Any) -> tuple[str, ...]:
+def _convert_addresses(value: Any, check: Callable[[str], None]) -> tuple[str, ...]:
     """Different ones: a node that joins one coordinator twice would push itself out of it."""
     if isinstance(value, str):
         value = value.split(",") if value else []
@@ -351,7 +358,7 @@ def _convert_addresses(value: Any) -> tuple[str, ...]:
         raise ValueError(value)
     addresses = tuple(one.strip() for one in value)
     for address in addresses:
-        _check_address(address)
+        check(address)
     if len(set(addresses)) < len(addresses):
         raise ValueError(value)
     return addresses
@@ -364,12 +371,20 @@ def _check_address(text: str) -> None:
         raise ValueError(text)
 
 
+def _check_store(text: str) -> None:
+    address = text.removeprefix(REDIS_SCHEME)
+    if not address:
+        raise ValueError(text)
+    _check_address(address)
+
+
 def _allowed(field: _Field) -> str:
     unit, low, high = field.option.unit, field.option.minimum, field.option.maximum
     if field.option.choices:
         return "one of " + ", ".join(field.option.choices)
     if _takes_many(field):
-        return "host:port, or several different ones with commas between, such as 127.0.0.1:7400,127.0.0.1:7401"
+        kind = "host:port or redis://host:port" if unit == "store" else "host:port"
+        return f"{kind}, or several different ones with commas between, such as 127.0.0.1:7400,127.0.0.1:7401"
     if unit == "host:port":
         return "host:port, such as 127.0.0.1:7400"
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}

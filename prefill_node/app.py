@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
-from kvrelay.kv.remote import StoreClient
+from kvrelay.kv.block_store import BlockStore
+from kvrelay.kv.load_or_compute import LoadOrCompute
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 from prefill_node.config import PrefillConfig
@@ -71,7 +72,7 @@ class PrefillApp:
         scheduler = PrefillScheduler(self._config.limits)
         return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, self._config.block_tokens)
 
-    def _make_jobs(self, loaded: LoadedEngine, store: StoreClient | None) -> PrefillJobs:
+    def _make_jobs(self, loaded: LoadedEngine, store: BlockStore | None) -> PrefillJobs:
         links = DecodeLinks(loaded.info.layout.slab_bytes)
         self.host.on_close(links.close)
         return PrefillJobs(
@@ -83,9 +84,15 @@ class PrefillApp:
             stall_s=self._config.handoff_stall_s,
             load_limit_s=self._config.load_limit_s,
             store=store,
+            costs=self._make_costs(),
             offer=self.host.offer,
             on_status=self.host.changed,
         )
+
+    def _make_costs(self) -> LoadOrCompute:
+        config = self._config
+        always_s = config.load_limit_s if config.prefix_load == "always" else None
+        return LoadOrCompute(config.block_tokens, always_head_start_s=always_s)
 
     async def _watch_engine(self, jobs: PrefillJobs) -> None:
         await self.host.engine.wait_ended()

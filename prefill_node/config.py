@@ -19,6 +19,12 @@ class PrefillConfig(NodeConfig):
     max_prefills: int = option(4, "prompts that load or compute at a time; short ones may be as many more", minimum=1)
     # The coordinator keeps the long queue, where fairness and priority are known; this one hides its round trip.
     max_waiting: int = option(4, "prompts that wait on the node at most", minimum=0)
+    prefix_load: str = option(
+        "measured",
+        "when a prefix is loaded from the kvstore: measured where that is quicker than computing it, by what both took "
+        "lately, while the node computes what is late; always waits for it, load_limit_s at most",
+        choices=("measured", "always"),
+    )
     load_limit_s: float = option(
         5.0, "longest wait for a prefix from the kvstore; what has not come by then is computed", unit="s", minimum=0.0
     )

@@ -1,20 +1,23 @@
 """What the engine thread of a prefill node owns: pool, scheduler, runner. A step is schedule, run, update.
 
-A job goes submit -> (admitted) -> start -> (computed) -> end. Between admitted and start the event loop loads store
-blocks into the reserved ones; until `end` it may read the blocks to send them. So only `end`, which the event loop
-asks for once it touches the blocks no more, gives blocks back: also for a job that failed here.
+A job goes submit -> (admitted) -> start -> (computed) -> end. From admitted on the event loop loads store blocks into
+the reserved ones, the last first, until it meets what is computed; until `end` it may read the blocks to send them. So
+only `end`, which the event loop asks for once it touches the blocks no more, gives blocks back: also for a job that
+failed here.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NeverFitsError, OverloadedError
+from kvrelay.kv.meeting import Meeting
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
 from kvrelay.limits import PrefillLimits
 from kvrelay.sampling import GeneratedToken
@@ -69,11 +72,15 @@ class PrefillOutput:
     num_waiting: int
     num_slots_free: int
     limits: PrefillLimits | None = None
+    num_remaining_tokens: int = 0  # to compute, of the jobs that compute
+    num_step_tokens: int = 0  # computed by the step, in step_s
+    step_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Job:
     sequence: Sequence
+    meeting: Meeting | None = None  # with blocks that are loaded while it computes; None: none, or it is behind
     admitted: bool = False
     started: bool = False
     failed: bool = False
@@ -93,6 +100,7 @@ class PrefillCore:
     scheduler: PrefillScheduler
     read_slab: Callable[[BlockId], bytes]
     block_tokens: int
+    clock: Callable[[], float] = time.monotonic
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[JobEvent] = field(default_factory=list)
     _changed: bool = True  # the event loop's picture of the node is out of date
@@ -111,15 +119,14 @@ class PrefillCore:
         self._jobs[job_id] = _Job(sequence)
         self._admit()
 
-    def start(self, job_id: JobId, num_loaded_blocks: int) -> None:
-        """Begins to compute an admitted job, whose next `num_loaded_blocks` blocks were filled from the store."""
+    def start(self, job_id: JobId, meeting: Meeting) -> None:
+        """Begins to compute an admitted job; `meeting` is with its blocks that were, or will be, loaded."""
         job = self._jobs[job_id]
         sequence = job.sequence
         sequence.block_table = self.pool.commit(_reservation(job_id))
-        job.started = True
-        sequence.num_computed_tokens += num_loaded_blocks * self.block_tokens
-        self._register(sequence)
+        job.started, job.meeting = True, meeting
         self.scheduler.start(job_id, sequence.num_uncomputed)
+        self._claim(job_id, job, 0)
         self._events.append(Computed(job_id, sequence.num_computed_tokens, None))
         self._admit()
 
@@ -156,6 +163,7 @@ class PrefillCore:
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
             limits=self.scheduler.limits,
+            num_remaining_tokens=self.scheduler.num_remaining_tokens,
         )
 
     # EngineCore
@@ -165,10 +173,12 @@ class PrefillCore:
 
     def step(self) -> PrefillOutput:
         rows = self._schedule()
-        if rows:
-            self._update(rows, self.runner.run(Batch(tuple(row for _, row in rows))))
-            self._admit()
-        return self.report()
+        if not rows:
+            return self.report()
+        batch, started = Batch(tuple(row for _, row in rows)), self.clock()
+        self._update(rows, self.runner.run(batch))
+        self._admit()
+        return replace(self.report(), num_step_tokens=batch.num_tokens, step_s=self.clock() - started)
 
     def fail_all(self, error: Exception) -> PrefillOutput:
         """A step raised: every job that computes fails. Loading and waiting ones were not part of it and go on."""
@@ -189,10 +199,26 @@ class PrefillCore:
     # The three calls of a step
 
     def _schedule(self) -> list[tuple[JobId, ScheduledRow]]:
-        return [
-            (job_id, ScheduledRow(self._jobs[job_id].sequence, num_tokens))
-            for job_id, num_tokens in self.scheduler.schedule()
-        ]
+        rows = []
+        for job_id, num_granted in self.scheduler.schedule():
+            job = self._jobs[job_id]
+            rows.append((job_id, ScheduledRow(job.sequence, self._claim(job_id, job, num_granted))))
+        return rows
+
+    def _claim(self, job_id: JobId, job: _Job, num_tokens: int) -> int:
+        """How many of the next `num_tokens` the job computes, past those that are loaded; they are its own now."""
+        meeting, sequence = job.meeting, job.sequence
+        if meeting is None:
+            return num_tokens
+        start = sequence.num_computed_tokens
+        stop = meeting.compute(-(-(start + num_tokens) // self.block_tokens))
+        if meeting.num_loaded and meeting.loaded_from * self.block_tokens == start:
+            job.meeting = None
+            sequence.num_computed_tokens = meeting.end * self.block_tokens
+            self.scheduler.advance(job_id, sequence.num_computed_tokens - start)
+            self._register(sequence)
+            return min(num_tokens, sequence.num_uncomputed)
+        return min(num_tokens, stop * self.block_tokens - start)
 
     def _update(
         self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[GeneratedToken | BadLogitsError | None]

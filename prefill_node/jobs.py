@@ -8,20 +8,25 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError
+from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.hashing import Buffer, chain_root
-from kvrelay.kv.prefix import BlockStore, count_cached, load_prefix
+from kvrelay.kv.load_or_compute import LoadOrCompute
+from kvrelay.kv.offload import Offer, offer_nothing
+from kvrelay.kv.prefix import count_cached
 from kvrelay.limits import PrefillLimits
 from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.rpc import raw
-from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, Tier, check_token_id
+from kvrelay.types import BlockCounts, BlockId, CachedTokens, check_token_id
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.links import DecodeLinks
+from prefill_node.loading import PrefixLoad, PrefixLoader
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.progress import Progress
 from prefill_node.scheduler import JobId
@@ -52,19 +57,20 @@ class PrefillJobs:
         stall_s: float,
         load_limit_s: float = 5.0,
         store: BlockStore | None = None,
-        offer: Callable[[list[BlockHash]], None] = lambda hashes: None,
+        costs: LoadOrCompute | None = None,
+        offer: Offer = offer_nothing,
         on_status: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`offer` takes hashes for the kvstore; `on_status` is told when `status` changed."""
+        """`costs` decide what is loaded, `offer` takes blocks to keep; `on_status` is told when `status` changed."""
         self._engine = engine
         self._model = model
         self._kv = kv
         self._links = links
         self._metrics = metrics
         self._stall_s = stall_s
-        self._load_limit_s = load_limit_s
-        self._store = store
+        costs = costs or LoadOrCompute(model.layout.block_tokens)
+        self._loader = PrefixLoader(store, costs, kv.write_slab, metrics, limit_s=load_limit_s, clock=clock)
         self._offer = offer
         self._on_status = on_status
         self._clock = clock
@@ -82,6 +88,9 @@ class PrefillJobs:
             if progress is not None:
                 progress.take(event, self._clock())
         self._output = output
+        self._loader.num_waiting_tokens = output.num_remaining_tokens
+        if output.num_step_tokens:
+            self._loader.costs.computed(output.num_step_tokens, output.step_s)
         self._on_status()
 
     def status(self, *, ready: bool) -> NodeStatus:
@@ -130,10 +139,13 @@ class PrefillJobs:
         try:
             await progress.outcome(self._engine.submit(lambda core: core.submit(job_id, sequence)))
             await progress.admitted()
-            started = self._clock()
-            cached = await self._load(job_id, sequence, progress)
-            yield PrefillStarted(cached)
-            yield await self._finish(sequence, target, progress, cached, started)
+            load = self._loader.begin(sequence, progress)
+            try:
+                async with aclosing(self._compute(job_id, sequence, target, progress, load)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await load.close()
         finally:
             # Nothing of this job reads or writes its blocks any more, so the engine may give them away.
             self._close_job(job_id)
@@ -154,37 +166,41 @@ class PrefillJobs:
 
     # Stages
 
-    async def _load(self, job_id: JobId, sequence: Sequence, progress: Progress) -> CachedTokens:
-        """Fills what the store has of the prefix, then lets the engine compute the rest."""
-        wanted = slice(progress.num_cached_blocks, sequence.num_reusable_blocks)
-        hashes = sequence.block_hashes[wanted]
-        tiers: list[Tier] = []
-        if self._store is not None and hashes:
-            tiers = await load_prefix(
-                self._store, hashes, progress.block_ids[wanted], self._kv.write_slab, self._load_limit_s
-            )
-        num_loaded = len(tiers)
-        self._engine.post(lambda core: core.start(job_id, num_loaded))
-        cached = count_cached(progress.num_cached_blocks, tiers, sequence.block_tokens)
-        self._metrics.started(cached, sequence.block_tokens)
-        return cached
+    async def _compute(
+        self, job_id: JobId, sequence: Sequence, target: HandoffTarget | None, progress: Progress, load: PrefixLoad
+    ) -> AsyncGenerator[PrefillStarted | PrefillFinished, None]:
+        started = self._clock()
+        await load.wait_head_start()
+        self._engine.post(lambda core: core.start(job_id, load.meeting))
+        finishing = asyncio.create_task(self._finish(sequence, target, progress, load, started))
+        finishing.add_done_callback(lambda _: load.stop())
+        try:
+            await load.ended()
+            cached = self._cached(progress, load)
+            self._metrics.started(cached, sequence.block_tokens)
+            yield PrefillStarted(cached)
+            yield await finishing
+        finally:
+            finishing.cancel()
+            await asyncio.gather(finishing, return_exceptions=True)
 
     async def _finish(
-        self,
-        sequence: Sequence,
-        target: HandoffTarget | None,
-        progress: Progress,
-        cached: CachedTokens,
-        started: float,
+        self, sequence: Sequence, target: HandoffTarget | None, progress: Progress, load: PrefixLoad, started: float
     ) -> PrefillFinished:
         try:
             report = await self._hand_off(sequence, target, progress) if target else NO_HANDOFF
             token = await progress.finished()
         finally:
             if progress.first_token is not None:  # also when the handoff failed: the blocks are here for the next
-                self._metrics.computed(sequence.num_tokens - cached.total, progress.finished_at - started)
-                self._offer(sequence.block_hashes)
-        return PrefillFinished(token, cached, progress.finished_at - started, report.handoff_s, report.num_bytes)
+                num_cached = self._cached(progress, load).total
+                self._metrics.computed(sequence.num_tokens - num_cached, progress.finished_at - started)
+                self._offer(sequence.blocks_to_keep(range(len(sequence.block_hashes))))
+        compute_s = progress.finished_at - started
+        return PrefillFinished(token, self._cached(progress, load), compute_s, report.handoff_s, report.num_bytes)
+
+    def _cached(self, progress: Progress, load: PrefixLoad) -> CachedTokens:
+        """Final once the load has ended, or the prompt is computed."""
+        return count_cached(progress.num_cached_blocks, load.tiers, self._model.layout.block_tokens)
 
     async def _hand_off(self, sequence: Sequence, target: HandoffTarget, progress: Progress) -> HandoffReport:
         async with self._links.use(target.address) as link:

@@ -26,6 +26,21 @@ class PrefillMetrics:
         self._store_hits = Counter(
             "kvrelay_store_hits_total", "Blocks loaded from the kvstore, by its tier.", ["tier"], registry=registry
         )
+        self._loads = Counter(
+            "kvrelay_store_load_outcomes_total",
+            "Prompts with blocks to ask the kvstore for, by what came of it.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._load_tokens = Counter(
+            "kvrelay_store_load_tokens_total", "Prompt tokens that loads brought, complete or not.", registry=registry
+        )
+        self._load_s = Histogram(
+            "kvrelay_store_load_seconds",
+            "From asking the kvstore for a prompt's blocks to the end of it.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
         self._handoffs = HandoffMetrics(registry)
         self._compute_s = Histogram(
             "kvrelay_prefill_seconds",
@@ -47,6 +62,11 @@ class PrefillMetrics:
             self._cached.labels(tier).inc(getattr(cached, tier))
         for tier in ("memory", "disk"):
             self._store_hits.labels(tier).inc(getattr(cached, tier) // block_tokens)
+
+    def loaded(self, outcome: str, seconds: float, num_tokens: int) -> None:
+        self._loads.labels(outcome).inc()
+        self._load_tokens.inc(num_tokens)
+        self._load_s.observe(seconds)
 
     def computed(self, num_tokens: int, compute_s: float) -> None:
         self._computed.inc(num_tokens)

@@ -90,6 +90,11 @@ class PrefillScheduler:
         return bool(self._remaining)
 
     @property
+    def num_remaining_tokens(self) -> int:
+        """Uncomputed tokens of the jobs that compute."""
+        return sum(self._remaining.values())
+
+    @property
     def waiting(self) -> tuple[JobId, ...]:
         """In order of arrival."""
         return tuple(self._waiting)

@@ -18,8 +18,11 @@ from kvrelay.config import NodeConfig
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineCore, EngineLoop
 from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
+from kvrelay.kv.block_store import BlockStore
+from kvrelay.kv.chain import ChainBlock
 from kvrelay.kv.offload import Offloader
-from kvrelay.kv.remote import StoreClient
+from kvrelay.kv.open_store import open_store
+from kvrelay.kv.quiet import Quiet
 from kvrelay.model.weight_source import WeightForms
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
@@ -55,6 +58,7 @@ class EngineHost(Generic[C]):
         """
         self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
         self.readiness = Readiness()
+        self._quiet = Quiet()
         self._config = config
         self._instance_id = instance_id
         self._registry = registry
@@ -84,26 +88,27 @@ class EngineHost(Generic[C]):
 
     async def open_store(
         self, read: Callable[[C, BlockHash], bytes | None], *, batch_blocks: int = 16
-    ) -> StoreClient | None:
-        """The configured kvstore, if any; `offer` sends to it what `read` gives on the engine thread."""
+    ) -> BlockStore | None:
+        """The configured kvstores, if any; `offer` sends there what `read` gives on the engine thread."""
         if not self._config.kvstore:
             return None
 
         async def read_block(block_hash: BlockHash) -> bytes | None:
             return await self.engine.call(lambda core: read(core, block_hash))
 
-        store = StoreClient(self._config.kvstore, self.loaded.info.layout, self.loaded.info.fingerprint)
+        config, info = self._config, self.loaded.info
+        store = open_store(config.kvstore, config.kvstore_replicas, info.layout, info.fingerprint)
         self._closing.push_async_callback(store.close)
-        self._offloader = Offloader(store, read_block, batch_blocks=batch_blocks)
+        self._offloader = Offloader(store, read_block, quiet=self._quiet, batch_blocks=batch_blocks)
         self._closing.push_async_callback(self._offloader.close)
         await self._offloader.start()
         StoreClientCollector(self._registry, store, self._offloader)
         return store
 
-    def offer(self, hashes: Sequence[BlockHash]) -> None:
+    def offer(self, blocks: Sequence[ChainBlock], *, urgent: bool = False) -> None:
         """Has finished blocks sent to the kvstore in the background; does nothing without one."""
         if self._offloader is not None:
-            self._offloader.offer(hashes)
+            self._offloader.offer(blocks, urgent=urgent)
 
     async def join(self, role: Role, address: str) -> None:
         """Everything is there: joins the configured coordinators, if any, and sets readiness from now on."""
@@ -115,7 +120,8 @@ class EngineHost(Generic[C]):
         self.spawn(self._watch_health())
 
     def changed(self) -> None:
-        """`status` reads otherwise now: the coordinators hear of it at once."""
+        """`status` reads otherwise now: the coordinators hear of it, and offloading whether it may work."""
+        self._quiet.set(self._status().num_running == 0)
         if self._memberships is not None:
             self._memberships.changed()
 

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.cluster import NodeStatus
+from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.offload import Offloader
-from kvrelay.kv.remote import StoreClient
 from kvrelay.metrics import LATENCY_BUCKETS
 
 
@@ -42,7 +42,7 @@ class NodeCollector(Collector):
 class StoreClientCollector(Collector):
     """The counts that a node's client of the kvstore keeps; read when scraped, from the scraper's thread."""
 
-    def __init__(self, registry: CollectorRegistry, store: StoreClient, offloader: Offloader) -> None:
+    def __init__(self, registry: CollectorRegistry, store: BlockStore, offloader: Offloader) -> None:
         self._store = store
         self._offloader = offloader
         registry.register(self)

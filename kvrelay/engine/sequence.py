@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.kv.chain import GROUP_BLOCKS, Chain, ChainBlock, home_of
 from kvrelay.kv.hashing import block_hash, block_hashes
 from kvrelay.messages import NodeRequest
 from kvrelay.types import BlockHash, BlockId, FinishReason
@@ -73,6 +75,25 @@ class Sequence:
         num_full = self.num_computed_tokens // self.block_tokens
         span = slice(self.num_registered_blocks, num_full)
         return list(zip(self.block_table[span], self.block_hashes[span], strict=True))
+
+    @property
+    def chain(self) -> Chain:
+        """What a store is told of all its blocks; there is a full one."""
+        return Chain(home_of(self.block_hashes), self.request.tenant, self.request.cache_ttl_s)
+
+    def blocks_to_keep(self, indexes: Iterable[int]) -> list[ChainBlock]:
+        """Full blocks at these places, ascending, as a store is told of them.
+
+        The last one of the first group brings the others of it along: the chain has its home from that block on, and
+        there a block is taken only after those before it.
+        """
+        wanted = list(indexes)
+        if GROUP_BLOCKS - 1 in wanted:
+            wanted = [*range(GROUP_BLOCKS), *(index for index in wanted if index >= GROUP_BLOCKS)]
+        if not wanted:
+            return []
+        chain, hashes = self.chain, self.block_hashes
+        return [ChainBlock(hashes[index], hashes[index - 1] if index else self.root, index, chain) for index in wanted]
 
     def finish_reason(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> FinishReason | None:
         """Whether the last token, a drawn one, ends the answer. Stop strings are the coordinator's affair."""

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from kvrelay.errors import CorruptBlockError, KVRelayError
+from kvrelay.kv.block_store import BlockStore
+from kvrelay.kv.chain import Chain
 from kvrelay.kv.hashing import Buffer
 from kvrelay.types import BlockHash, BlockId, CachedTokens, Tier
 
 logger = logging.getLogger(__name__)
-
-
-class BlockStore(Protocol):
-    """The part of `kvrelay.kv.remote.StoreClient` that loading needs."""
-
-    def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]: ...
 
 
 def count_cached(num_device_blocks: int, store_tiers: Sequence[Tier], block_tokens: int) -> CachedTokens:
@@ -36,6 +31,7 @@ def count_cached(num_device_blocks: int, store_tiers: Sequence[Tier], block_toke
 
 async def load_prefix(
     store: BlockStore,
+    chain: Chain,
     hashes: Sequence[BlockHash],
     block_ids: Sequence[BlockId],
     write_slab: Callable[[BlockId, Buffer], None],
@@ -48,7 +44,7 @@ async def load_prefix(
     """
     tiers: list[Tier] = []
     try:
-        async with asyncio.timeout(limit_s), aclosing(store.get(hashes)) as slabs:
+        async with asyncio.timeout(limit_s), aclosing(store.get(hashes, chain)) as slabs:
             async for block_hash, slab, tier in slabs:
                 if len(tiers) == len(hashes) or block_hash != hashes[len(tiers)]:
                     raise CorruptBlockError("the kvstore sent a block that was not asked for")

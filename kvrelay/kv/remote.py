@@ -1,19 +1,17 @@
-"""Client of the kvstore, for nodes: a store that is gone, slow or wrong is a miss, never an error.
+"""Client of one kvstore, for nodes: a store that is gone, slow or wrong is a miss, never an error.
 
-Nothing here raises for what the store does. Failures are counted, open a circuit so that a dead store costs no time,
-and are logged once per opening. What arrives is proven before it is passed on.
+Nothing here raises for what the store does. What arrives is proven before it is passed on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from kvrelay.errors import CorruptBlockError, KVRelayError
 from kvrelay.kv import frame
-from kvrelay.kv.circuit import Circuit
+from kvrelay.kv.block_store import StoreHealth
+from kvrelay.kv.chain import Chain, ChainBlock
 from kvrelay.kv.frame import Frame, FrameKind
 from kvrelay.kv.hashing import Buffer, ChecksumChain
 from kvrelay.kv.layout import KVLayout
@@ -26,47 +24,42 @@ from kvrelay.types import BlockHash, Tier
 MAX_HASHES = 65_536  # of one Match or Get
 MIN_PUT_RATE = 16 << 20  # bytes/s; a Put that is slower than this is given up
 
-logger = logging.getLogger(__name__)
 
+class StoreClient(StoreHealth):
+    """One store, one model: a `kvrelay.kv.block_store.BlockStore`. Made and used on one event loop.
 
-class StoreClient:
-    """One store, one model. Made and used on one event loop.
-
-    `timeout_s` bounds the wait for each answer and for each message of blocks. `num_failures` counts calls that failed,
-    `num_corrupt` blocks that arrived and were not what was asked for.
+    `timeout_s` bounds the wait for each answer and for each message of blocks.
     """
 
     def __init__(self, address: str, layout: KVLayout, model_fingerprint: str, *, timeout_s: float = 2.0) -> None:
-        self.num_failures = 0
-        self.num_corrupt = 0
-        self._address = address
+        super().__init__(f"kvstore {address}", timeout_s)
         self._slab_bytes = layout.slab_bytes
         self._namespace = kvstore_pb2.StoreNamespace(
             model_fingerprint=model_fingerprint, layout_fingerprint=layout.fingerprint
         )
-        self._timeout_s = timeout_s
-        self._circuit = Circuit()
         self._channel = open_channel(address)
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self._get = raw.unary_stream(self._channel, raw.KV_TRANSFER, "Get")
         self._put = raw.stream_unary(self._channel, raw.KV_TRANSFER, "Put")
 
-    async def match(self, hashes: Sequence[BlockHash]) -> list[Tier]:
+    async def match(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[Tier]:
         """Tiers of the longest prefix of `hashes` that the store holds; [] on failure."""
         tiers = await self._match(hashes, each=False)
         return tiers if len(tiers) <= len(hashes) else []
 
-    async def missing(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+    async def missing(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[BlockHash]:
         """Those that the store does not hold; [] on failure, so that nothing is sent to a store that is not there."""
         tiers = await self._match(hashes, each=True)
         return [block_hash for block_hash, tier in zip(hashes, tiers, strict=False) if tier is Tier.NONE]
 
-    async def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
+    async def get(
+        self, hashes: Sequence[BlockHash], chain: Chain | None = None
+    ) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
         """Proven slabs in order, each a view into its message; ends early at the first the store cannot give.
 
         Close the iterator (contextlib.aclosing) when leaving it early: that ends the call.
         """
-        if not hashes or not self._circuit.allows(time.monotonic()):
+        if not hashes or not self._allowed():
             return
         request = kvstore_pb2.GetRequest(namespace=self._namespace, block_hashes=hashes[:MAX_HASHES])
         call = self._get(request.SerializeToString())
@@ -89,13 +82,17 @@ class StoreClient:
         except (KVRelayError, TimeoutError) as error:
             self._failed(error)
 
-    async def put(self, blocks: Sequence[tuple[BlockHash, bytes]]) -> int:
-        """Sends slabs; how many the store did not have. 0 on failure."""
-        if not blocks or not self._circuit.allows(time.monotonic()):
+    async def put(self, slabs: Sequence[tuple[BlockHash, bytes]], places: Sequence[ChainBlock] = ()) -> int:
+        """Sends slabs; how many the store did not have, 0 on failure.
+
+        `places` are those of the slabs in one chain, each after its parent if that is among them; without them the
+        store takes the slabs for blocks of no chain, of the default tenant.
+        """
+        if not slabs or not self._allowed():
             return 0
-        timeout_s = self._timeout_s + sum(len(slab) for _, slab in blocks) / MIN_PUT_RATE
+        timeout_s = self._timeout_s + sum(len(slab) for _, slab in slabs) / MIN_PUT_RATE
         try:
-            reply = await answer(self._put(frame.pack(self._put_frames(blocks)), timeout=timeout_s), _put_reply)
+            reply = await answer(self._put(frame.pack(self._put_frames(slabs, places)), timeout=timeout_s), _put_reply)
         except KVRelayError as error:
             self._failed(error)
             return 0
@@ -106,7 +103,7 @@ class StoreClient:
         await self._channel.close()
 
     async def _match(self, hashes: Sequence[BlockHash], *, each: bool) -> list[Tier]:
-        if not hashes or not self._circuit.allows(time.monotonic()):
+        if not hashes or not self._allowed():
             return []
         request = kvstore_pb2.MatchRequest(namespace=self._namespace, block_hashes=hashes[:MAX_HASHES], each=each)
         try:
@@ -130,27 +127,29 @@ class StoreClient:
                 )
         return frames
 
-    def _put_frames(self, blocks: Sequence[tuple[BlockHash, bytes]]) -> Iterator[Frame]:
-        begin = kvstore_pb2.PutBegin(namespace=self._namespace).SerializeToString()
-        yield frame.control_frame(FrameKind.BEGIN, begin)
-        chain = ChecksumChain()
-        for index, (block_hash, slab) in enumerate(blocks):
+    def _put_frames(
+        self, slabs: Sequence[tuple[BlockHash, bytes]], places: Sequence[ChainBlock] = ()
+    ) -> Iterator[Frame]:
+        yield frame.control_frame(FrameKind.BEGIN, self._put_begin(places).SerializeToString())
+        checksums = ChecksumChain()
+        for index, (block_hash, slab) in enumerate(slabs):
             block = frame.block_frame(index, block_hash, slab)
-            chain.add(block.checksum)
+            checksums.add(block.checksum)
             yield block
-        end = decode_pb2.HandoffEnd(num_blocks=len(blocks), checksum=chain.digest()).SerializeToString()
+        end = decode_pb2.HandoffEnd(num_blocks=len(slabs), checksum=checksums.digest()).SerializeToString()
         yield frame.control_frame(FrameKind.END, end)
 
-    def _succeeded(self) -> None:
-        if self._circuit.is_open:
-            logger.info("kvstore %s answers again", self._address)
-        self._circuit.succeeded()
-
-    def _failed(self, error: Exception) -> None:
-        self.num_failures += 1
-        if self._circuit.failed(time.monotonic()):
-            what = error or f"no answer within {self._timeout_s:g} s"
-            logger.warning("kvstore %s is left alone for a while: %s", self._address, what)
+    def _put_begin(self, places: Sequence[ChainBlock]) -> kvstore_pb2.PutBegin:
+        if not places:
+            return kvstore_pb2.PutBegin(namespace=self._namespace)
+        chain = places[0].chain
+        return kvstore_pb2.PutBegin(
+            namespace=self._namespace,
+            tenant=chain.tenant,
+            ttl_s=chain.ttl_s,
+            parent_hashes=[place.parent for place in places],
+            chain_indexes=[place.index for place in places],
+        )
 
 
 def _match_tiers(reply: kvstore_pb2.MatchReply) -> list[Tier]:

@@ -11,6 +11,7 @@ import pytest
 
 from decode_node.resume import Resume, ResumeCosts
 from kvrelay.errors import InvalidRequestError, NeverFitsError, NotFoundError, OverloadedError
+from kvrelay.kv.chain import Chain
 from kvrelay.kv.hashing import Buffer, block_hashes, chain_root
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
@@ -62,7 +63,9 @@ class SlotStore:
             for index, block_hash in enumerate(block_hashes(root, tokens, SIZE)):
                 self.slabs[block_hash] = struct.pack(f"<{SIZE}I", *tokens[index * SIZE : (index + 1) * SIZE])
 
-    async def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
+    async def get(
+        self, hashes: Sequence[BlockHash], chain: Chain | None = None
+    ) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
         self.entered.set()
         await self.gate.wait()
         if self.fails:

@@ -23,7 +23,7 @@ async def test_a_node_shows_its_pool_and_its_use_of_the_kvstore(
     tmp_path: Path, make_config: type[PrefillConfig | DecodeConfig], make_app: type[PrefillApp | DecodeApp]
 ) -> None:
     model = make_tiny_model(tmp_path / "tiny", seed=3)
-    config = make_config(model=model, dtype="float32", threads=1, num_blocks=8, kvstore=NO_STORE)
+    config = make_config(model=model, dtype="float32", threads=1, num_blocks=8, kvstore=(NO_STORE,))
     registry = CollectorRegistry()
 
     async with hosted(make_app(config, InstanceId("node"), registry)):  # type: ignore[arg-type]

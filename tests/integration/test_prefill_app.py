@@ -77,7 +77,7 @@ async def test_a_new_node_finds_its_prefixes_in_memory_and_a_new_store_finds_the
     for num_nodes in (2, 1):
         async with hosted(KVStoreApp(config, InstanceId("store"), CollectorRegistry())) as store_address:
             for _ in range(num_nodes):
-                async with prefill_node(model, kvstore=store_address) as client:  # its end waits for the offload
+                async with prefill_node(model, kvstore=(store_address,)) as client:  # its end waits for the offload
                     finished = await prefill(client, request)
                     assert [finished.first_token.token_id] == expected
                     found.append(finished.cached)
@@ -86,7 +86,7 @@ async def test_a_new_node_finds_its_prefixes_in_memory_and_a_new_store_finds_the
 
 async def test_a_store_that_is_not_there_costs_nothing_but_the_hit(model: Path, reference: ReferenceEngine) -> None:
     request = make_request(100)
-    async with prefill_node(model, kvstore="127.0.0.1:1") as client:
+    async with prefill_node(model, kvstore=("127.0.0.1:1",)) as client:
         finished = await prefill(client, request)
     assert finished.cached == CachedTokens()
     assert [finished.first_token.token_id] == reference.answer(request)

@@ -14,10 +14,12 @@ import pytest
 
 from kvrelay.errors import CorruptBlockError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.kv import frame
+from kvrelay.kv.chain import Chain, ChainBlock
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import ChecksumChain, slab_checksum
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.offload import Offloader
+from kvrelay.kv.quiet import Quiet
 from kvrelay.kv.remote import StoreClient
 from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import raw
@@ -341,7 +343,7 @@ async def test_a_dead_store_is_a_miss_then_left_alone_then_found_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_000.0
-    monkeypatch.setattr("kvrelay.kv.remote.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvrelay.kv.block_store.time.monotonic", lambda: now)
     async with store_at() as served:
         port = served.port
     async with client_of(f"127.0.0.1:{port}") as client:
@@ -378,6 +380,13 @@ async def test_a_get_that_is_left_early_ends_on_the_server() -> None:
 # Offloading
 
 
+def chain_of(*numbers: int, chain: Chain | None = None) -> list[ChainBlock]:
+    """Blocks of one chain, each the child of the one before it."""
+    chain = chain or Chain(hash_of(numbers[0]), "acme", 60.0)
+    parents = [BlockHash(b"r" * 32), *hashes(*numbers)]
+    return [ChainBlock(hash_of(number), parents[index], index, chain) for index, number in enumerate(numbers)]
+
+
 async def test_the_offloader_sends_what_the_store_lacks() -> None:
     reads: list[BlockHash] = []
     gone = hash_of(5)
@@ -390,12 +399,12 @@ async def test_the_offloader_sends_what_the_store_lacks() -> None:
         await client.put([block(1)])
         offloader = Offloader(client, read, batch_blocks=3)
         await offloader.start()
-        offloader.offer(hashes(*range(8)))
-        offloader.offer(hashes(1, 2))
+        offloader.offer(chain_of(*range(8)))
+        offloader.offer(chain_of(1, 2))
         await offloader.close()
         assert reads == hashes(0, 2, 3, 4, 5, 6, 7)
-        assert await client.missing(hashes(*range(8))) == [gone]
-        assert (offloader.num_stored, offloader.num_dropped) == (6, 0)
+        assert await client.missing(hashes(*range(8))) == hashes(5, 6, 7)  # one is gone, and so are its children
+        assert (offloader.num_stored, offloader.num_dropped) == (4, 0)
 
 
 async def test_the_offloader_drops_what_is_beyond_its_bound() -> None:
@@ -404,7 +413,7 @@ async def test_the_offloader_drops_what_is_beyond_its_bound() -> None:
 
     async with store_at() as served, client_of(served.address) as client:
         offloader = Offloader(client, read, max_pending_blocks=3)
-        offloader.offer(hashes(1, 2, 2, 3, 4, 5))
+        offloader.offer(chain_of(1, 2, 2, 3, 4, 5))
         assert offloader.num_dropped == 2
         await offloader.start()
         await offloader.close()
@@ -420,9 +429,9 @@ async def test_the_offloader_outlives_a_read_that_fails(caplog: pytest.LogCaptur
     async with store_at() as served, client_of(served.address) as client:
         offloader = Offloader(client, read)
         await offloader.start()
-        offloader.offer(hashes(1))
+        offloader.offer(chain_of(1))
         await offloader.flush()
-        offloader.offer(hashes(2))
+        offloader.offer(chain_of(2))
         await offloader.close()
         assert await client.missing(hashes(1, 2)) == hashes(1)
         assert offloader.num_dropped == 1
@@ -437,6 +446,65 @@ async def test_the_offloader_gives_up_on_a_store_that_hangs() -> None:
     async with store_at() as served, client_of(served.address) as client:
         offloader = Offloader(client, read, flush_s=0.05)
         await offloader.start()
-        offloader.offer(hashes(1))
+        offloader.offer(chain_of(1))
         await offloader.close()
         assert served.store.stats().memory.num_blocks == 0
+
+
+async def test_the_offloader_tells_the_store_whose_blocks_they_are_and_where_they_stand() -> None:
+    begins: list[kvstore_pb2.PutBegin] = []
+
+    class NotingStore(kvstore_pb2_grpc.KVStoreServicer):
+        async def Match(self, request: kvstore_pb2.MatchRequest, context: object) -> kvstore_pb2.MatchReply:
+            return kvstore_pb2.MatchReply(tiers=[kvstore_pb2.TIER_NONE] * len(request.block_hashes))
+
+        def register(self, server: grpc.aio.Server) -> None:
+            kvstore_pb2_grpc.add_KVStoreServicer_to_server(self, server)
+            server.add_generic_rpc_handlers((raw.raw_methods(raw.KV_TRANSFER, stream_unary={"Put": self.put}),))
+
+        async def put(self, messages: AsyncIterator[bytes], context: object) -> bytes:
+            first = frame.decode(await anext(messages), max_payload_bytes=SLAB_BYTES)[0]
+            begins.append(kvstore_pb2.PutBegin.FromString(bytes(first.payload)))
+            return kvstore_pb2.PutReply(num_stored=2).SerializeToString()
+
+    async def read(block_hash: BlockHash) -> bytes | None:
+        return slab_of(0, SLAB_BYTES)
+
+    async with serving(NotingStore().register) as port, client_of(f"127.0.0.1:{port}") as client:
+        offloader = Offloader(client, read)
+        offloader.offer(chain_of(1, 2))
+        offloader.offer(chain_of(3, 4, chain=Chain(hash_of(3)))[1:])
+        await offloader.start()
+        await offloader.close()
+    assert [(begin.tenant, begin.HasField("ttl_s"), begin.ttl_s) for begin in begins] == [
+        ("acme", True, 60.0),
+        ("default", False, 0.0),
+    ]
+    assert [list(begin.parent_hashes) for begin in begins] == [[b"r" * 32, hash_of(1)], [hash_of(3)]]
+    assert [list(begin.chain_indexes) for begin in begins] == [[0, 1], [1]]
+
+
+@pytest.mark.parametrize("hurry", ["urgent", "crowded", "closing", "quiet"])
+async def test_the_offloader_waits_for_quiet_but_not_for_ever(hurry: str) -> None:
+    """Its patience is an hour here: only what is urgent, a backlog, the end or quiet itself let it go on."""
+
+    async def read(block_hash: BlockHash) -> bytes | None:
+        return slab_of(0, SLAB_BYTES)
+
+    quiet = Quiet()
+    quiet.set(False)
+    async with store_at() as served, client_of(served.address) as client:
+        offloader = Offloader(client, read, quiet=quiet, max_pending_blocks=8, patience_s=3_600.0, flush_s=5.0)
+        await offloader.start()
+        offloader.offer(chain_of(*range(8) if hurry == "crowded" else (1, 2)), urgent=hurry == "urgent")
+        if hurry == "closing":
+            await offloader.close()
+        else:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert offloader.num_stored == 0
+            if hurry == "quiet":
+                quiet.set(True)
+            await asyncio.wait_for(offloader.flush(), 5.0)
+            await offloader.close()
+        assert offloader.num_stored >= 2

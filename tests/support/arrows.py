@@ -37,6 +37,8 @@ RANKS = {
     "kvrelay.kv.remote": 3,
     "kvrelay.kv.remote_admin": 3,
     "kvrelay.kv.offload": 3,
+    "kvrelay.kv.redis_store": 3,
+    "kvrelay.kv.open_store": 3,
     "kvrelay.client": 3,
     "kvrelay.kv.cache": 4,
     "kvrelay.model": 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -19,10 +20,11 @@ from decode_node.service import DecodeService
 from kvrelay.cluster import ModelInfo
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kv.block_store import BlockStore
+from kvrelay.kv.chain import ChainBlock
 from kvrelay.kv.frame import Frame, FrameKind, block_frame, control_frame, encode, tail_frame
 from kvrelay.kv.hashing import ChecksumChain, chain_root
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.prefix import BlockStore
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import BlocksReceived, HandoffBegin, HandoffEnd, NodeRequest, ReservationGranted
 from kvrelay.rpc import convert_decode
@@ -103,6 +105,10 @@ async def decode_node(
     timing: dict[str, Callable[[], float]] = {"clock": clock} if clock else {}
     engine: EngineLoop[DecodeCore] = EngineLoop(lambda: core, lambda output: node.deliver(output), **timing)
     offered: list[BlockHash] = []
+
+    def offer(blocks: Seq[ChainBlock], *, urgent: bool = False) -> None:
+        offered.extend(block.block_hash for block in blocks)
+
     node = DecodeNode(
         engine=engine,
         info=info,
@@ -112,7 +118,7 @@ async def decode_node(
         limits=limits,
         lease_s=lease_s,
         load=lambda: core.load,
-        offer=offered.extend,
+        offer=offer,
         store=store,
         **timing,
     )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import takewhile
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -14,8 +15,10 @@ from kvrelay.cluster import ModelInfo
 from kvrelay.engine.batch import Batch, build
 from kvrelay.engine.loop import EngineLoop
 from kvrelay.errors import BadLogitsError
+from kvrelay.kv.chain import Chain, ChainBlock
 from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.layout import KVLayout
+from kvrelay.kv.load_or_compute import LoadOrCompute
 from kvrelay.kv.pool import BlockPool
 from kvrelay.limits import PrefillLimits
 from kvrelay.messages import HandoffTarget, NodeRequest
@@ -100,14 +103,43 @@ class FakeStore:
     def __init__(self) -> None:
         self.tiers: dict[BlockHash, Tier] = {}
         self.corrupt: set[BlockHash] = set()
+        self.hangs: set[BlockHash] = set()
+        self.fails = False
+        self.num_failures = self.num_corrupt = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.entered = asyncio.Event()
 
-    async def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
+    @property
+    def is_blocked(self) -> bool:
+        return False
+
+    async def match(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[Tier]:
         self.entered.set()
         await self.gate.wait()
+        if self.fails:
+            self.num_failures += 1
+            return []
+        return [self.tiers[block_hash] for block_hash in takewhile(self.tiers.__contains__, hashes)]
+
+    async def missing(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[BlockHash]:
+        raise NotImplementedError
+
+    async def put(self, slabs: Sequence[tuple[BlockHash, bytes]], places: Sequence[ChainBlock] = ()) -> int:
+        raise NotImplementedError
+
+    def stalled(self, chain: Chain | None = None) -> None:
+        self.num_failures += 1
+
+    async def close(self) -> None:
+        return
+
+    async def get(
+        self, hashes: Sequence[BlockHash], chain: Chain | None = None
+    ) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
         for block_hash in hashes:
+            if block_hash in self.hangs:
+                await asyncio.Event().wait()
             if block_hash not in self.tiers or block_hash in self.corrupt:
                 return
             yield block_hash, b"s" * LAYOUT.slab_bytes, self.tiers[block_hash]
@@ -135,7 +167,8 @@ class PrefillBench:
             metrics,
             stall_s=GATE_TIMEOUT_S,
             store=self.store,
-            offer=lambda hashes: self.offered.extend(hashes),
+            costs=LoadOrCompute(LAYOUT.block_tokens, unmeasured_head_start_s=GATE_TIMEOUT_S),
+            offer=self._offer,
             on_status=self._on_status,
             clock=lambda: self.now,
         )
@@ -194,6 +227,9 @@ class PrefillBench:
     def _deliver(self, output: object) -> None:
         assert isinstance(output, PrefillOutput)
         self.jobs.take(output)
+
+    def _offer(self, blocks: Sequence[ChainBlock], *, urgent: bool = False) -> None:
+        self.offered.extend(block.block_hash for block in blocks)
 
     def _on_status(self) -> None:
         self._changed.set()

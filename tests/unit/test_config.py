@@ -244,3 +244,26 @@ def test_help_says_in_a_line_what_the_role_does(role: Role) -> None:
     description = parser(RoleConfig, role.value).description
     assert description
     assert len(description) < 80
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("127.0.0.1:7401", ("127.0.0.1:7401",)),
+        ("a:1,b:2", ("a:1", "b:2")),
+        ("redis://cache:6379", ("redis://cache:6379",)),
+        ("a:1,redis://cache:6379", ("a:1", "redis://cache:6379")),
+        ("", ()),
+    ],
+)
+def test_kvstores_are_addresses_or_redis_urls(text: str, addresses: tuple[str, ...]) -> None:
+    argv = ["--model", "m.gguf", "--kvstore", text]
+    assert load(NodeConfig, "prefill-node", argv, {}).kvstore == addresses
+
+
+@pytest.mark.parametrize(
+    "text", ["redis://", "redis://cache", "http://cache:80", "a:1,a:1", "redis://a:1/0", "rediss://a:1"]
+)
+def test_what_is_no_kvstore_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="allowed is host:port or redis://host:port, or several"):
+        load(NodeConfig, "prefill-node", ["--model", "m.gguf", "--kvstore", text], {})

@@ -86,7 +86,7 @@ def test_blocks_a_step_fills_are_reported_once_and_handed_over_ones_are_not() ->
     engine.hand_over(A, sequence)
     filled = [engine.core.step().filled for _ in range(7)]
     assert [len(f) for f in filled] == [0, 1, 0, 0, 0, 1, 0]
-    assert [f[0] for f in filled if f] == sequence.block_hashes[1:3]
+    assert [f[0].block_hash for f in filled if f] == sequence.block_hashes[1:3]
 
 
 def test_a_cached_prefix_is_pinned_and_only_the_tail_is_computed() -> None:
@@ -240,7 +240,7 @@ def test_a_partly_filled_block_has_no_name_to_be_read_by() -> None:
     assert len(sequence.block_hashes) == 3
     assert filled == ()
     assert [engine.core.read_block(h) is not None for h in sequence.block_hashes] == [True, True, False]
-    assert engine.core.step().filled == (sequence.block_hashes[2],)
+    assert engine.core.step().filled == tuple(sequence.blocks_to_keep([2]))
 
 
 def test_a_block_can_be_read_by_its_hash_while_it_is_here() -> None:

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from kvrelay.errors import CorruptBlockError, KVRelayError, UnavailableError
+from kvrelay.kv.chain import Chain
 from kvrelay.kv.hashing import Buffer
 from kvrelay.kv.prefix import count_cached, load_prefix
 from kvrelay.types import BlockHash, BlockId, CachedTokens, Tier
 
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(1, 5)]
+CHAIN = Chain(HASHES[0], "acme", 60.0)
 BLOCK_IDS = [BlockId(i) for i in (7, 3, 9, 1)]
 
 
@@ -22,7 +24,10 @@ class FakeStore:
         self.hangs = False
         self.closed = False
 
-    async def get(self, hashes: Sequence[BlockHash]) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
+    async def get(
+        self, hashes: Sequence[BlockHash], chain: Chain | None = None
+    ) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
+        assert chain == CHAIN
         try:
             for reply in self.replies:
                 yield reply
@@ -50,7 +55,7 @@ def replies(count: int, tier: Tier = Tier.MEMORY) -> list[tuple[BlockHash, bytes
 
 async def load(store: FakeStore, limit_s: float = 30.0) -> tuple[list[Tier], dict[BlockId, Buffer]]:
     cache = FakeCache()
-    tiers = await load_prefix(store, HASHES, BLOCK_IDS, cache.write_slab, limit_s)
+    tiers = await load_prefix(store, CHAIN, HASHES, BLOCK_IDS, cache.write_slab, limit_s)
     assert store.closed
     return tiers, cache.written
 

@@ -13,6 +13,7 @@ from kvrelay.engine.batch import Batch
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NeverFitsError, OverloadedError
 from kvrelay.kv.hashing import chain_root
+from kvrelay.kv.meeting import Meeting
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
 from kvrelay.limits import PrefillLimits
 from kvrelay.messages import NodeRequest
@@ -61,6 +62,15 @@ def make_sequence(num_tokens: int, first: int = 0) -> Sequence:
     return Sequence.create(request, ROOT, BLOCK_TOKENS)
 
 
+def start(core: PrefillCore, job_id: JobId, num_loaded: int = 0) -> None:
+    """Begins to compute an admitted job, whose next `num_loaded` blocks came from the store."""
+    first = core._jobs[job_id].sequence.num_computed_tokens // BLOCK_TOKENS
+    meeting = Meeting(first, first + num_loaded)
+    for _ in range(num_loaded):
+        assert meeting.load(lambda index: None)
+    core.start(job_id, meeting)
+
+
 def drain(core: PrefillCore) -> list[JobEvent]:
     """Steps until no work is left; what was told."""
     events: list[JobEvent] = []
@@ -75,7 +85,7 @@ def run_prompt(core: PrefillCore, job: int, num_tokens: int, first: int = 0) -> 
     core.submit(JobId(job), make_sequence(num_tokens, first))
     (admitted,) = drain(core)
     assert isinstance(admitted, Admitted)
-    core.start(JobId(job), 0)
+    start(core, JobId(job))
     events = drain(core)
     core.end(JobId(job))
     drain(core)
@@ -120,7 +130,7 @@ def test_loaded_blocks_are_not_computed_and_serve_later_prompts() -> None:
     core.submit(JobId(1), make_sequence(50))
     drain(core)
     assert core.pool.counts().reserved == 4
-    core.start(JobId(1), 2)  # the store gave 2 of the 3 blocks asked for
+    start(core, JobId(1), 2)  # the store gave 2 of the 3 blocks asked for
     assert drain(core) == [Computed(JobId(1), 32, None), Computed(JobId(1), 50, GeneratedToken(50))]
     assert core.runner.chunks == [[18]]  # type: ignore[attr-defined]
     core.end(JobId(1))
@@ -168,7 +178,7 @@ def test_a_job_ended_at_any_stage_leaves_nothing(stage: str) -> None:
     if stage != "unknown":
         core.submit(JobId(1), make_sequence(50))
     if stage in ("started", "half computed", "computed"):
-        core.start(JobId(1), 1)
+        start(core, JobId(1), 1)
     if stage == "half computed":
         core.step()
     if stage == "computed":
@@ -199,7 +209,7 @@ def start_admitted(core: PrefillCore) -> list[JobEvent]:
         events.extend(news)
         for event in news:
             if isinstance(event, Admitted):
-                core.start(event.job_id, 0)
+                start(core, event.job_id)
     core.check_idle()
     return events
 
@@ -227,7 +237,7 @@ def test_blocks_that_the_first_prompt_loads_are_the_seconds_at_once() -> None:
     core.submit(JobId(1), make_sequence(40))
     core.submit(JobId(2), make_sequence(37))
     assert [event.job_id for event in core.report().events] == [1]
-    core.start(JobId(1), 2)
+    start(core, JobId(1), 2)
     admitted = core.report().events[1]
     assert isinstance(admitted, Admitted)
     assert (admitted.job_id, admitted.num_cached_blocks) == (2, 2)
@@ -240,13 +250,13 @@ def test_when_the_first_prompt_ends_early_the_second_computes_what_is_missing(ho
     core.submit(JobId(2), make_sequence(37))
     assert [event.job_id for event in core.step().events] == [1]
     if how != "cancelled while loading":
-        core.start(JobId(1), 0)
+        start(core, JobId(1))
         core.step()  # 16 of its tokens
     if how == "bad logits":
         core.runner.bad_lengths = {40}  # type: ignore[attr-defined]
     if how == "failed step":
         assert [type(event) for event in core.fail_all(RuntimeError("boom")).events] == [Failed, Admitted]
-        core.start(JobId(2), 0)
+        start(core, JobId(2))
     elif how.startswith("cancelled"):
         core.end(JobId(1))
     events = start_admitted(core)
@@ -282,9 +292,9 @@ def test_a_failed_step_fails_what_computes_and_spares_the_rest() -> None:
     core = make_core(budget=16, max_prefills=3)
     for job in (1, 2, 3):
         core.submit(JobId(job), make_sequence(16, first=job * 100))
-    core.start(JobId(1), 0)
+    start(core, JobId(1))
     drain(core)  # computed; its blocks are being sent
-    core.start(JobId(2), 0)
+    start(core, JobId(2))
     core.runner.error = RuntimeError("logits are NaN")  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError):
         core.step()
@@ -293,7 +303,7 @@ def test_a_failed_step_fails_what_computes_and_spares_the_rest() -> None:
     assert [event.job_id for event in failed] == [2]
     assert "logits are NaN" in failed[0].error.message
     core.runner.error = None  # type: ignore[attr-defined]
-    core.start(JobId(3), 0)
+    start(core, JobId(3))
     assert drain(core)[-1] == Computed(JobId(3), 16, GeneratedToken(16))
     for job in (1, 2, 3):
         core.end(JobId(job))
@@ -307,7 +317,7 @@ def test_bad_logits_fail_their_own_job_and_leave_nothing_of_it_to_be_found() -> 
     core.runner.bad_lengths = {50}  # type: ignore[attr-defined]
     for job, num_tokens in ((1, 50), (2, 40)):
         core.submit(JobId(job), make_sequence(num_tokens, first=job * 100))
-        core.start(JobId(job), 0)
+        start(core, JobId(job))
     events = drain(core)
     (failed,) = [event for event in events if isinstance(event, Failed)]
     assert failed.job_id == 1
@@ -335,12 +345,43 @@ def test_a_partly_computed_block_cannot_be_read() -> None:
     """So the offloader, which reads by hash, never ships one: 20, 40, then all of 50 tokens are computed."""
     core = make_core(budget=20)
     core.submit(JobId(1), make_sequence(50))
-    core.start(JobId(1), 0)
+    start(core, JobId(1))
     readable = []
     for _ in range(3):
         core.step()
         readable.append([core.read(block_hash) is not None for block_hash in make_sequence(50).block_hashes])
     assert readable == [[True, False, False], [True, True, False], [True, True, True]]
+    core.end(JobId(1))
+    drain(core)
+
+
+def test_what_is_computed_and_what_is_loaded_meet_and_neither_is_done_twice() -> None:
+    """Of 9 blocks the first 2 are computed by the first step; then the last 4 have come, and 3 more are computed."""
+    core = make_core(budget=32)
+    core.submit(JobId(1), make_sequence(150))
+    meeting = Meeting(0, 9)
+    core.start(JobId(1), meeting)
+    core.step()
+    written: list[int] = []
+    for _ in range(4):
+        assert meeting.load(written.append)
+    assert drain(core)[-1] == Computed(JobId(1), 150, GeneratedToken(150))
+    assert written == [8, 7, 6, 5]
+    assert not meeting.load(written.append)
+    assert core.runner.chunks == [[32], [32], [16], [6]]  # type: ignore[attr-defined]
+    core.end(JobId(1))
+    drain(core)
+    assert core.pool.counts().cached == 9
+
+
+def test_blocks_that_come_too_late_are_not_written() -> None:
+    core = make_core(budget=64)
+    core.submit(JobId(1), make_sequence(70))
+    meeting = Meeting(0, 4)
+    core.start(JobId(1), meeting)
+    core.step()
+    assert meeting.is_met
+    assert not meeting.load(lambda index: pytest.fail(f"block {index} is the engine's"))
     core.end(JobId(1))
     drain(core)
 
@@ -354,8 +395,9 @@ def test_a_block_held_by_nobody_is_found_when_idle() -> None:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Any order of commands, steps and changes of limits: the books balance, no step is over its budget, every first
-    token is the reference's, and once nothing more comes everybody is served and nothing is held."""
+    """Any order of commands, steps, blocks that are loaded meanwhile and changes of limits: the books balance, no step
+    is over its budget, every first token is the reference's, and once nothing more comes everybody is served and
+    nothing is held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,6 +409,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.next_job = 0
         self.admitted: dict[JobId, Admitted] = {}
+        self.loading: dict[JobId, tuple[Meeting, Admitted]] = {}
         self.alive: dict[JobId, Sequence] = {}
         self.computed: set[JobId] = set()
 
@@ -401,16 +444,33 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         job_id = data.draw(st.sampled_from(sorted(self.admitted)))
         most = self.alive[job_id].num_reusable_blocks - self.admitted[job_id].num_cached_blocks
-        self.load(job_id, data.draw(st.integers(0, most)))
+        num_held = data.draw(st.integers(0, most))
+        self.begin(job_id, num_held, data.draw(st.integers(0, num_held)))
 
-    def load(self, job_id: JobId, num_blocks: int) -> None:
-        """As if the kvstore had that many more blocks of the prompt."""
-        admitted, sequence = self.admitted.pop(job_id), self.alive[job_id]
-        for index in range(admitted.num_cached_blocks, admitted.num_cached_blocks + num_blocks):
+    def begin(self, job_id: JobId, num_held: int, num_loaded: int) -> None:
+        """As if the kvstore had `num_held` more blocks of the prompt, and had given the last `num_loaded` so far."""
+        admitted = self.admitted.pop(job_id)
+        first = admitted.num_cached_blocks
+        meeting = Meeting(first, first + num_held)
+        self.loading[job_id] = meeting, admitted
+        for _ in range(num_loaded):
+            assert self.load_one(job_id)
+        self.core.start(job_id, meeting)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        self.load_one(data.draw(st.sampled_from(sorted(self.loading))))
+
+    def load_one(self, job_id: JobId) -> bool:
+        (meeting, admitted), sequence = self.loading[job_id], self.alive[job_id]
+
+        def write(index: int) -> None:
             tokens = sequence.token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-            start = admitted.block_ids[index] * BLOCK_TOKENS
-            self.cache.slots[start : start + BLOCK_TOKENS] = tokens
-        self.core.start(job_id, num_blocks)
+            slot = admitted.block_ids[index] * BLOCK_TOKENS
+            self.cache.slots[slot : slot + BLOCK_TOKENS] = tokens
+
+        return meeting.load(write)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -420,6 +480,7 @@ class CoreMachine(RuleBasedStateMachine):
     def end_job(self, job_id: JobId) -> None:
         del self.alive[job_id]
         self.admitted.pop(job_id, None)
+        self.loading.pop(job_id, None)
         self.core.end(job_id)
 
     @rule(budget=st.integers(1, 64), chunk=st.integers(1, 64), places=st.integers(1, 3), waiting=st.integers(0, 3))
@@ -438,7 +499,7 @@ class CoreMachine(RuleBasedStateMachine):
                 break
             self.step()
             for job_id in sorted(self.admitted):
-                self.load(job_id, 0)
+                self.begin(job_id, 0, 0)
             for job_id in self.computed & self.alive.keys():
                 self.end_job(job_id)
         assert not self.alive, "nobody starves"
