@@ -41,7 +41,7 @@ async def test_what_is_warmed_outlives_the_nodes_and_what_is_evicted_does_not(
 
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"text": SYSTEM_TEXT}) + "\n")
-    with running(Cluster(model, tmp_path)) as cluster:
+    with running(Cluster(model, tmp_path, prefill_args=["--prefix-load", "always"])) as cluster:
         [warmed] = json.loads(await command("warm", str(file), "--json"))["prompts"]
         assert (warmed["prompt_tokens"], warmed["is_stored"], warmed["error"]) == (320, True, "")
         restart_nodes()
