@@ -90,7 +90,7 @@ async def test_stats(store_command_line: Shell) -> None:
         "TIER    BLOCKS  HELD     OF        HITS  EVICTIONS",
         "memory  2       2.0 KiB  7.8 KiB   5     1",
         "disk    7       7.0 KiB  64.0 KiB  3     2",
-        "11 misses, 4 expired, 0 pinned, 1 corrupt, 2 write failures; a file of 128.0 KiB",
+        "11 misses, 4 expired, 0 pinned, 6 refused, 1 corrupt, 2 write failures; a file of 128.0 KiB",
         "TENANT   MEMORY   OF       DISK     OF",
         "acme     2.9 KiB  3.9 KiB  4.9 KiB  -",
         "default  1000 B   -        0 B      -",
@@ -99,6 +99,13 @@ async def test_stats(store_command_line: Shell) -> None:
     assert (store["address"], store["memory"]["num_blocks"], store["disk"]["hits"]) == (served.address, 2, 3)
     assert store["tenants"][0]["memory_quota_bytes"] == 4_000
     assert (printed.status, printed.err, described.status) == (0, "", 0)
+
+
+async def test_stats_say_when_nothing_goes_to_disk(store_command_line: Shell) -> None:
+    async with served_store() as served:
+        served.store.without_disk = True
+        printed = await store_command_line("stats", "--store", served.address)
+    assert "the disk tier takes no blocks now: its device is full or fails" in printed.out
 
 
 async def test_ls_shows_chains(store_command_line: Shell) -> None:
