@@ -344,7 +344,7 @@ def write_prompts(directory: Path, *lines: dict[str, Any]) -> str:
 
 
 async def test_warm_waits_until_a_store_has_every_prefix(store_command_line: Shell, tmp_path: Path) -> None:
-    """Two stores, of which the second gets the blocks."""
+    """Three stores, of which the first is gone and the last gets the blocks."""
     file = write_prompts(
         tmp_path,
         {"text": "0123456789" * 10},
@@ -355,7 +355,8 @@ async def test_warm_waits_until_a_store_has_every_prefix(store_command_line: She
         served.store.hold(KEY, [1])
         cluster.prefill[0].cached = cluster.prefill[0].cached.__class__(device=32)
         offloading = asyncio.create_task(offload(cluster, served, 3))
-        flags = ("--store", f"{empty.address},{served.address}", "--address", cluster.address, "--concurrency", "1")
+        stores = f"127.0.0.1:1,{empty.address},{served.address}"
+        flags = ("--store", stores, "--address", cluster.address, "--concurrency", "1")
         printed = await store_command_line("warm", file, "--json", *flags)
         await offloading
         requests = cluster.prefill[0].requests
@@ -385,6 +386,14 @@ async def test_warm_tells_of_each_prompt_that_fails_and_goes_on(store_command_li
         "0 of 3 prompts are in a store, 0 tokens",
     ]
     assert (printed.status, printed.err) == (1, "kvrelay store warm: 3 of 3 prompts are in no store\n")
+
+
+async def test_warm_says_so_when_no_store_can_be_asked(store_command_line: Shell, tmp_path: Path) -> None:
+    file = write_prompts(tmp_path, {"text": "0123456789" * 10})
+    async with ends() as cluster:
+        printed = await store_command_line("warm", file, "--store", "127.0.0.1:1", "--address", cluster.address)
+    assert printed.out.startswith("line 1: no kvstore answers at 127.0.0.1:1")
+    assert printed.status == 1
 
 
 async def test_warm_reads_the_whole_file_before_it_asks(store_command_line: Shell, tmp_path: Path) -> None:
