@@ -60,9 +60,12 @@ def stats_table(address: str, report: StoreReport) -> str:
         rows.append((name, f"{tier.num_blocks:,}", held, most, f"{tier.hits:,}", f"{tier.evictions:,}"))
     counts = (
         f"{report.misses:,} misses, {report.expired:,} expired, {report.num_pinned:,} pinned, "
-        f"{report.corrupt:,} corrupt, {report.write_failures:,} write failures; a file of {size(report.file_bytes)}"
+        f"{report.refused:,} refused, {report.corrupt:,} corrupt, {report.write_failures:,} write failures; "
+        f"a file of {size(report.file_bytes)}"
     )
     lines = [f"kvstore {address}", *columns(rows), counts]
+    if report.disk.capacity_bytes and not report.disk_writing:
+        lines.append("the disk tier takes no blocks now: its device is full or fails; the store's log says which")
     if report.tenants:
         lines += columns([("TENANT", "MEMORY", "OF", "DISK", "OF"), *map(_tenant_cells, report.tenants)])
     return "\n".join(lines)

@@ -119,12 +119,24 @@ class Warming:
         """The last block is enough to ask for: a store takes and keeps no block without those before it."""
         deadline = time.monotonic() + self._wait_s
         while True:
-            for store in self._stores:
-                if (await store.find(self._namespace, [block_hash])) != [Tier.NONE]:
-                    return True
+            if await self._is_anywhere(block_hash):
+                return True
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(POLL_S)
+
+    async def _is_anywhere(self, block_hash: BlockHash) -> bool:
+        """A store that fails may have it, but another one that has it is as good; raises when all of them fail."""
+        failures: list[KVRelayError] = []
+        for store in self._stores:
+            try:
+                if (await store.find(self._namespace, [block_hash])) != [Tier.NONE]:
+                    return True
+            except KVRelayError as error:
+                failures.append(error)
+        if len(failures) == len(self._stores):
+            raise failures[0]
+        return False
 
 
 def _print(options: argparse.Namespace, warmed: Sequence[Warmed]) -> None:

@@ -25,6 +25,8 @@ def store_report(stats: StoreStats) -> StoreReport:
         num_pinned=stats.num_pinned,
         file_bytes=stats.file_bytes,
         tenants=tuple(TenantReport(**asdict(tenant)) for tenant in stats.tenants[:MAX_TENANTS]),
+        refused=stats.refused,
+        disk_writing=stats.disk_writing,
     )
 
 

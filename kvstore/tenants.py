@@ -21,6 +21,9 @@ class Holdings:
     level: int | None = None  # None: nothing of it may go
 
 
+_NOTHING = Holdings()
+
+
 class Tenants:
     """`used_bytes` is what all of them hold. Every call but iteration takes O(1) steps, however many there are."""
 
@@ -73,21 +76,24 @@ class Tenants:
     def gives_way(self, num_bytes: int, tenant: str) -> EvictionQueue | None:
         """Where the next block comes from so that `num_bytes` more of `tenant` fit; None if no block may go.
 
-        While the tenant would exceed its quota it pays for that itself. Else whoever holds most does, which is who is
-        furthest over an equal share: a tenant that stays under its share loses nothing to others.
+        While the tenant would exceed its quota it pays for that itself. Else whoever holds most does, what is to be
+        added counted in: that is who is furthest over an equal share, so a tenant within its share loses nothing.
         """
-        if not self._within_quota(self.used_by(tenant) + num_bytes, tenant):
-            own = self._holdings.get(tenant)
-            return own.queue if own is not None and own.queue else None
-        if not self._occupied:
+        own = self._holdings.get(tenant, _NOTHING)
+        wanted_bytes = own.num_bytes + num_bytes
+        if not self._within_quota(wanted_bytes, tenant):
+            return own.queue or None
+        highest = self._occupied.bit_length() - 1
+        if highest < 0:
             return None
-        largest = next(iter(self._levels[self._occupied.bit_length() - 1]))
-        return self._holdings[largest].queue
+        if own.queue and self._level(wanted_bytes) >= highest:
+            return own.queue
+        return self._holdings[next(iter(self._levels[highest]))].queue
 
     def settle(self, tenant: str) -> None:
         """To be called when a tenant's bytes or queue have changed."""
         holdings = self._holdings[tenant]
-        level = holdings.num_bytes * LEVELS // self._capacity_bytes if holdings.queue else None
+        level = self._level(holdings.num_bytes) if holdings.queue else None
         if level == holdings.level:
             return
         if holdings.level is not None:
@@ -110,6 +116,9 @@ class Tenants:
         levels = {tenant: level for level, tenants in enumerate(self._levels) for tenant in tenants}
         assert levels == {tenant: held.level for tenant, held in self if held.level is not None}
         assert self._occupied == sum(1 << level for level in set(levels.values()))
+
+    def _level(self, num_bytes: int) -> int:
+        return num_bytes * LEVELS // self._capacity_bytes
 
     def _within_quota(self, num_bytes: int, tenant: str) -> bool:
         quota = self._quotas.of(tenant)

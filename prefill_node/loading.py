@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 class LoadOutcome(Enum):
     SKIPPED = "skipped"  # computing was expected to be as quick
     MISSED = "missed"  # the store has none of the blocks, or is left alone
+    FAILED = "failed"  # the store did not say what it has
     COMPLETE = "complete"  # all that the store has came
     MET = "met"  # the engine computed the others meanwhile
     SHORT = "short"  # some came, then no more
@@ -153,9 +154,10 @@ class PrefixLoad:
     async def _load(self, store: BlockStore) -> LoadOutcome:
         sequence = self._sequence
         wanted = sequence.block_hashes[self._first : sequence.num_reusable_blocks]
+        num_failures = store.num_failures
         held = len(await store.match(wanted, sequence.chain))
         if held == 0:
-            return LoadOutcome.MISSED
+            return LoadOutcome.MISSED if store.num_failures == num_failures else LoadOutcome.FAILED
         if held < len(wanted):
             self.meeting.shorten(self._first + held)
             plan = self._loader.costs.choose(held, self._loader.num_waiting_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMOOTHING = 0.3  # weight of the latest measurement
+RECOVERED = 0.5  # of what is known of the store: a measurement below that replaces it, as after a fault
 # Of the time that computing takes: what a store that gives nothing may cost. The rest of the way to a first token that
 # is at most 1.2 times as late is for the noise.
 HEAD_START_SHARE = 0.15
@@ -44,8 +45,7 @@ class LoadOrCompute:
         self._unmeasured_head_start_s = unmeasured_head_start_s
         self._token_s: float | None = None  # one token, in a step with many
         self._first_s: float | None = None  # from asking the store to the first block, Match included
-        self._block_s = 0.0  # each later block
-        self._starts_afresh = False  # after a stall the first that comes replaces what is known
+        self._block_s: float | None = None  # each later block
         self._num_skipped = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
@@ -55,14 +55,13 @@ class LoadOrCompute:
 
     def loaded(self, num_blocks: int, first_s: float, seconds: float) -> None:
         """`num_blocks`, at least one, came within `seconds`, the first after `first_s`."""
-        before = None if self._starts_afresh else self._first_s
-        self._first_s, self._starts_afresh = _smooth(before, first_s), False
+        self._first_s = _recovering(self._first_s, first_s)
         if num_blocks > 1:
-            self._block_s = _smooth(self._block_s or None, (seconds - first_s) / (num_blocks - 1))
+            self._block_s = _recovering(self._block_s, (seconds - first_s) / (num_blocks - 1))
 
     def stalled(self, waited_s: float) -> None:
         """Nothing came in `waited_s`, and would not for some time more."""
-        self._first_s, self._starts_afresh = max(waited_s, self._first_s or 0.0), True
+        self._first_s = max(waited_s, self._first_s or 0.0)
 
     def choose(self, num_blocks: int, num_waiting_tokens: int = 0) -> LoadPlan:
         """For a prompt of which the store may have `num_blocks`, while the engine has others' tokens to compute."""
@@ -77,7 +76,7 @@ class LoadOrCompute:
         head_start_s = HEAD_START_SHARE * compute_s
         if self._first_s is None:
             return LoadPlan(loads=True, head_start_s=head_start_s)
-        load_s = self._first_s + self._block_s * (num_blocks - 1)
+        load_s = self._first_s + (self._block_s or 0.0) * (num_blocks - 1)
         if load_s <= head_start_s:
             return LoadPlan(loads=True, head_start_s=head_start_s)
         if load_s <= min(SHORT_HEAD_START_S, SHORT_GAIN * compute_s):
@@ -92,10 +91,14 @@ class LoadOrCompute:
         assert self._token_s is not None
         assert self._first_s is not None
         computes = 1.0 / (self._block_tokens * self._token_s)  # blocks a second, after wait_s
-        loads = 1.0 / max(self._block_s, 1e-9)  # after the first
+        loads = 1.0 / max(self._block_s or 0.0, 1e-9)  # after the first
         met_s = (num_blocks - 1 + wait_s * computes + self._first_s * loads) / (computes + loads)
         return 1.0 - max(met_s, self._first_s) / compute_s
 
 
 def _smooth(before: float | None, latest: float) -> float:
     return latest if before is None else before + SMOOTHING * (latest - before)
+
+
+def _recovering(before: float | None, latest: float) -> float:
+    return latest if before is not None and latest < RECOVERED * before else _smooth(before, latest)

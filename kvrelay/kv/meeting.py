@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+MIN_CLAIM_BLOCKS = 8  # a step of fewer tokens than they have is no cheaper
+
 
 class Meeting:
     """Of the blocks [first, end) of one prompt, which may be loaded; what follows is computed in any case."""
@@ -49,8 +51,13 @@ class Meeting:
             return True
 
     def compute(self, end: int) -> int:
-        """Claims the blocks before `end` for computing; returns where that stops: at `end`, or at the first loaded."""
+        """Claims the blocks before `end` for computing; returns where that stops: at `end`, or at the first loaded.
+
+        While blocks come it stops half-way to them, for one step that took all would leave nothing to load.
+        """
         with self._lock:
-            stop = min(end, self.loaded_from) if self.loaded_from < self.end else end
-            self._computed_to = max(self._computed_to, min(stop, self.end))
-            return stop
+            if self.loaded_from < self.end:
+                half = (self.loaded_from - self._computed_to) // 2
+                end = min(end, self._computed_to + max(half, MIN_CLAIM_BLOCKS), self.loaded_from)
+            self._computed_to = max(self._computed_to, min(end, self.end))
+            return end

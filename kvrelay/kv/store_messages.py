@@ -71,6 +71,8 @@ class StoreReport:
     num_pinned: int = 0
     file_bytes: int = 0
     tenants: tuple[TenantReport, ...] = ()
+    refused: int = 0
+    disk_writing: bool = False  # False without a disk tier, and while the disk refuses
 
 
 @dataclass(frozen=True, slots=True)

@@ -633,6 +633,8 @@ class StatsReply(_message.Message):
     NUM_PINNED_FIELD_NUMBER: _builtins.int
     FILE_BYTES_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    DISK_WRITING_FIELD_NUMBER: _builtins.int
     misses: _builtins.int
     """Blocks asked for and not held since start."""
     corrupt: _builtins.int
@@ -645,6 +647,10 @@ class StatsReply(_message.Message):
     """Blocks pinned now."""
     file_bytes: _builtins.int
     """Bytes of the LMDB file."""
+    refused: _builtins.int
+    """Blocks for which quotas, pins or sizes left no room, or whose parent was not held, since start."""
+    disk_writing: _builtins.bool
+    """Whether the disk tier takes blocks; false without one, and while the disk refuses."""
     @_builtins.property
     def memory(self) -> Global___TierStats:
         """Slabs in memory."""
@@ -669,10 +675,12 @@ class StatsReply(_message.Message):
         num_pinned: _builtins.int = ...,
         file_bytes: _builtins.int = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
+        refused: _builtins.int = ...,
+        disk_writing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "disk", b"disk", "expired", b"expired", "file_bytes", b"file_bytes", "memory", b"memory", "misses", b"misses", "num_pinned", b"num_pinned", "tenants", b"tenants", "write_failures", b"write_failures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "disk", b"disk", "disk_writing", b"disk_writing", "expired", b"expired", "file_bytes", b"file_bytes", "memory", b"memory", "misses", b"misses", "num_pinned", b"num_pinned", "refused", b"refused", "tenants", b"tenants", "write_failures", b"write_failures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -126,6 +126,8 @@ def store_report_to_pb(report: StoreReport) -> kvstore_pb2.StatsReply:
         num_pinned=report.num_pinned,
         file_bytes=report.file_bytes,
         tenants=[kvstore_pb2.TenantStats(**asdict(tenant)) for tenant in report.tenants],
+        refused=report.refused,
+        disk_writing=report.disk_writing,
     )
 
 
@@ -143,6 +145,8 @@ def store_report_from_pb(wire: kvstore_pb2.StatsReply) -> StoreReport:
             TenantReport(one.tenant, one.memory_bytes, one.memory_quota_bytes, one.disk_bytes, one.disk_quota_bytes)
             for one in wire.tenants
         ),
+        refused=wire.refused,
+        disk_writing=wire.disk_writing,
     )
 
 

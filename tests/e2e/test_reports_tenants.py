@@ -28,6 +28,7 @@ NUM_NODES = 2
 NUM_TOKENS = 330  # 20 full blocks of 16; the last of a prompt's blocks is always computed
 NUM_CACHED = 320
 STORED_S = 10.0
+ALWAYS_LOAD = ["--prefix-load", "always"]  # a model as small as this computes faster than it loads
 
 
 class TwoTenants(Cluster):
@@ -44,7 +45,8 @@ class TwoTenants(Cluster):
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoTenants]:
-    with running(TwoTenants(model, tmp_path_factory.mktemp("cluster"), num_coordinators=2)) as started:
+    shape = TwoTenants(model, tmp_path_factory.mktemp("cluster"), num_coordinators=2, prefill_args=ALWAYS_LOAD)
+    with running(shape) as started:
         yield started
         assert "Traceback" not in started.logs()
 
@@ -66,6 +68,14 @@ async def stored_hashes(cluster: Cluster) -> set[BlockHash]:
     assert cluster.store is not None
     async with StoreAdmin(cluster.store.address) as admin:
         return {block.block_hash async for block in admin.list()}
+
+
+async def tenant_of(cluster: Cluster, answer: Answer) -> str:
+    """Whose quota the prompt's last full block uses."""
+    assert cluster.store is not None
+    async with StoreAdmin(cluster.store.address) as admin:
+        [tenant] = {b.tenant async for b in admin.list() if b.block_hash == answer.finished.prefix_hash}
+    return tenant
 
 
 async def until_stored(cluster: Cluster, answer: Answer) -> None:
@@ -127,6 +137,7 @@ async def test_the_store_keeps_one_prompt_of_two_tenants_under_different_keys(
     await until_stored(cluster, theirs)
     assert ours.finished.prefix_hash != theirs.finished.prefix_hash
     assert len(await stored_hashes(cluster) - before) == 2 * (NUM_TOKENS // 16)
+    assert {await tenant_of(cluster, answer) for answer in (ours, theirs)} == set(TENANTS)
 
 
 async def test_a_public_namespace_is_shared_by_those_who_name_it(
@@ -201,7 +212,7 @@ async def first_answer(directory: Path, name: str, setup: tuple[Path, str, int],
     model, dtype, block_tokens = setup
     (directory / name).mkdir()
     args = ["--block-tokens", str(block_tokens)]
-    shape = Cluster(model, directory / name, dtype, prefill_args=args, decode_args=args)
+    shape = Cluster(model, directory / name, dtype, prefill_args=[*args, *ALWAYS_LOAD], decode_args=args)
     shape.coordinator_args = ["--model-name", "tiny"]
     shape.store_args = ["--path", str(directory / "store")]
     with running(shape) as started:

@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 
 from coordinator.identity import Context
-from coordinator.tenants import Tenant
-from kvrelay.inference import TextPrompt
+from coordinator.tenants import Salts, Tenant
+from kvrelay.inference import GenerateRequest, TextPrompt
 from kvrelay.kv.hashing import block_hashes, chain_root
 from kvrelay.messages import NodeRequest
+from kvrelay.pb import inference_pb2, inference_pb2_grpc, types_pb2
+from kvrelay.rpc.channel import open_channel
 from tests.support.answers import Answer
 from tests.support.coordinator_ends import Ends, ends, greedy
 from tests.support.fake_nodes import MODEL
 
 PROMPT = TextPrompt("0123456789" * 10)  # 6 full blocks of 16 tokens
+DEFAULT_SALT = Salts().scope(Tenant(), GenerateRequest(PROMPT)).salt
 
 
 class Callers:
@@ -51,6 +54,22 @@ async def test_nodes_learn_the_tenant_and_its_salt_from_the_identity_alone() -> 
     assert [request.tenant for request in (other, guessed, shared)] == ["umbrella"] * 3
     assert len({request.tenant_salt for request in (acme, own, public, other, guessed)}) == 5
     assert shared.tenant_salt == public.tenant_salt
+
+
+async def test_nothing_that_a_client_writes_makes_it_another_tenant() -> None:
+    """vllm#16016, sglang#9163: what names a tenant must not be the client's to choose."""
+    metadata = (("tenant", "acme"), ("x-tenant", "acme"), ("authorization", "Bearer acme"), ("user", "acme"))
+    sampling = types_pb2.SamplingParams(max_tokens=2)
+    async with ends() as cluster, open_channel(cluster.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        ids = ("acme", "default/acme", "one")
+        for request_id in ids:
+            request = inference_pb2.GenerateRequest(text=PROMPT.text, request_id=request_id, sampling=sampling)
+            async for _ in stub.Generate(request, metadata=metadata):
+                pass
+        requests = cluster.decode[0].requests
+    assert len(requests) == len(ids)
+    assert {(request.tenant, request.tenant_salt) for request in requests} == {("default", DEFAULT_SALT)}
 
 
 async def test_nobody_is_anyone_but_the_default_tenant_yet() -> None:

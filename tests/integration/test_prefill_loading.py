@@ -154,3 +154,10 @@ async def test_a_cancel_while_blocks_are_loaded_frees_them_all(stage: str) -> No
         await asyncio.gather(reading, return_exceptions=True)
         bench.runner.gate.set()
         await bench.settled()
+
+
+async def test_a_store_that_cannot_be_asked_is_counted_apart_from_one_that_has_nothing() -> None:
+    async with prefill_bench() as bench:
+        bench.store.fails = True
+        await prefill(bench, make_request(200))
+        assert outcomes(bench) == {"failed": 1}

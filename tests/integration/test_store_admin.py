@@ -154,6 +154,8 @@ async def test_stats() -> None:
             num_pinned=0,
             file_bytes=131_072,
             tenants=(TenantReport("acme", 3_000, 4_000, 5_000, 0), TenantReport("default", 1_000, 0, 0, 0)),
+            refused=6,
+            disk_writing=True,
         )
 
 

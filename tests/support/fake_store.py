@@ -102,6 +102,8 @@ class FakeStore:
             expired=4,
             num_pinned=sum(block.pinned_s > 0 for block in self.held.values()),
             file_bytes=131_072,
+            refused=6,
+            disk_writing=not self.without_disk,
             tenants=(TenantHoldings("acme", 3_000, 4_000, 5_000, 0), TenantHoldings("default", 1_000)),
         )
 

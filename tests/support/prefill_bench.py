@@ -104,6 +104,7 @@ class FakeStore:
         self.tiers: dict[BlockHash, Tier] = {}
         self.corrupt: set[BlockHash] = set()
         self.hangs: set[BlockHash] = set()
+        self.fails = False
         self.num_failures = self.num_corrupt = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -116,6 +117,9 @@ class FakeStore:
     async def match(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[Tier]:
         self.entered.set()
         await self.gate.wait()
+        if self.fails:
+            self.num_failures += 1
+            return []
         return [self.tiers[block_hash] for block_hash in takewhile(self.tiers.__contains__, hashes)]
 
     async def missing(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[BlockHash]:

@@ -90,7 +90,7 @@ async def test_stats(store_command_line: Shell) -> None:
         "TIER    BLOCKS  HELD     OF        HITS  EVICTIONS",
         "memory  2       2.0 KiB  7.8 KiB   5     1",
         "disk    7       7.0 KiB  64.0 KiB  3     2",
-        "11 misses, 4 expired, 0 pinned, 1 corrupt, 2 write failures; a file of 128.0 KiB",
+        "11 misses, 4 expired, 0 pinned, 6 refused, 1 corrupt, 2 write failures; a file of 128.0 KiB",
         "TENANT   MEMORY   OF       DISK     OF",
         "acme     2.9 KiB  3.9 KiB  4.9 KiB  -",
         "default  1000 B   -        0 B      -",
@@ -99,6 +99,13 @@ async def test_stats(store_command_line: Shell) -> None:
     assert (store["address"], store["memory"]["num_blocks"], store["disk"]["hits"]) == (served.address, 2, 3)
     assert store["tenants"][0]["memory_quota_bytes"] == 4_000
     assert (printed.status, printed.err, described.status) == (0, "", 0)
+
+
+async def test_stats_say_when_nothing_goes_to_disk(store_command_line: Shell) -> None:
+    async with served_store() as served:
+        served.store.without_disk = True
+        printed = await store_command_line("stats", "--store", served.address)
+    assert "the disk tier takes no blocks now: its device is full or fails" in printed.out
 
 
 async def test_ls_shows_chains(store_command_line: Shell) -> None:
@@ -337,7 +344,7 @@ def write_prompts(directory: Path, *lines: dict[str, Any]) -> str:
 
 
 async def test_warm_waits_until_a_store_has_every_prefix(store_command_line: Shell, tmp_path: Path) -> None:
-    """Two stores, of which the second gets the blocks."""
+    """Three stores, of which the first is gone and the last gets the blocks."""
     file = write_prompts(
         tmp_path,
         {"text": "0123456789" * 10},
@@ -348,7 +355,8 @@ async def test_warm_waits_until_a_store_has_every_prefix(store_command_line: She
         served.store.hold(KEY, [1])
         cluster.prefill[0].cached = cluster.prefill[0].cached.__class__(device=32)
         offloading = asyncio.create_task(offload(cluster, served, 3))
-        flags = ("--store", f"{empty.address},{served.address}", "--address", cluster.address, "--concurrency", "1")
+        stores = f"127.0.0.1:1,{empty.address},{served.address}"
+        flags = ("--store", stores, "--address", cluster.address, "--concurrency", "1")
         printed = await store_command_line("warm", file, "--json", *flags)
         await offloading
         requests = cluster.prefill[0].requests
@@ -378,6 +386,14 @@ async def test_warm_tells_of_each_prompt_that_fails_and_goes_on(store_command_li
         "0 of 3 prompts are in a store, 0 tokens",
     ]
     assert (printed.status, printed.err) == (1, "kvrelay store warm: 3 of 3 prompts are in no store\n")
+
+
+async def test_warm_says_so_when_no_store_can_be_asked(store_command_line: Shell, tmp_path: Path) -> None:
+    file = write_prompts(tmp_path, {"text": "0123456789" * 10})
+    async with ends() as cluster:
+        printed = await store_command_line("warm", file, "--store", "127.0.0.1:1", "--address", cluster.address)
+    assert printed.out.startswith("line 1: no kvstore answers at 127.0.0.1:1")
+    assert printed.status == 1
 
 
 async def test_warm_reads_the_whole_file_before_it_asks(store_command_line: Shell, tmp_path: Path) -> None:

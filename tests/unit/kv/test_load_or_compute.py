@@ -78,6 +78,13 @@ def test_one_slow_load_does_not_turn_the_choice() -> None:
     assert costs.choose(100).head_start_s > 0
 
 
+def test_a_store_that_is_fast_again_is_waited_for_again_at_once() -> None:
+    costs = measured(first_s=0.37, block_s=0.37)
+    assert costs.choose(100) == SKIP
+    costs.loaded(100, 0.003, 0.05)
+    assert costs.choose(100).head_start_s == pytest.approx(0.15)
+
+
 def test_a_step_of_a_few_tokens_says_nothing_of_prompts() -> None:
     costs = measured(first_s=0.003)
     costs.computed(2, 1.0)

@@ -63,6 +63,17 @@ def test_a_block_whose_writing_fails_is_not_loaded() -> None:
     assert meeting.compute(3) == 3
 
 
+def test_a_large_step_stops_half_way_to_blocks_that_come() -> None:
+    meeting = Meeting(0, 64)
+    assert meeting.compute(8) == 8, "none has come"
+    assert meeting.load(lambda index: None)
+    assert meeting.compute(64) == 8 + 27
+    assert meeting.compute(64) == 35 + 14
+    assert meeting.compute(64) == 49 + 8
+    assert meeting.compute(64) == 63
+    assert meeting.is_met
+
+
 def test_two_threads_share_the_blocks_out() -> None:
     """Each block has one writer, whichever is quicker."""
     owners: dict[int, list[str]] = {index: [] for index in range(2_000)}

@@ -30,6 +30,8 @@ store_reports = st.builds(
     StoreReport,
     *(tier_reports, tier_reports, u64, u64, u64, u64, u64, u64),
     st.lists(tenant_reports, max_size=3).map(tuple),
+    u64,
+    st.booleans(),
 )
 block_reports = st.builds(
     BlockReport,
