@@ -224,7 +224,7 @@ class Store:
                 evictions=books.num_evictions,
             ),
             misses=self._num_misses,
-            corrupt=self._num_corrupt + self._upkeep.num_corrupt,
+            corrupt=self._num_corrupt + self._upkeep.num_corrupt + (0 if writer is None else writer.num_corrupt),
             write_failures=0 if writer is None else writer.num_failures,
             refused=self._num_refused + self._memory.num_refused + (0 if writer is None else writer.num_refused),
             expired=self._upkeep.num_expired,
@@ -293,13 +293,12 @@ class Store:
         if isinstance(found, DiskFailedError):
             logger.warning("kvstore: %s", found)
             return None
-        if not isinstance(found, StoredBlock):
-            if found is not None:
-                self._count_corrupt(Tier.DISK, found)
-            self._writer.drop([key])
-            return None
         if key not in self._writer.books.index:
             return None  # deleted, or its time was over, while it was read
+        if not isinstance(found, StoredBlock):
+            self._count_corrupt(Tier.DISK, found or CorruptBlockError("a record is not where it was written"))
+            self._writer.drop([key])
+            return None
         self._memory.add(self._writer.books.index.info(key), found, self._now())
         return found, Tier.DISK
 
