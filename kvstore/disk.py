@@ -117,30 +117,19 @@ class DiskTier:
             return Scan([one for one in entries if one.info.key in recorded], strays, txn.get(_MARK_KEY), len(corrupt))
 
     def read(self, key: bytes) -> StoredBlock | None:
-        """The proven block, a copy of its own; None if it is not here. Raises CorruptBlockError, DiskFailedError.
-
-        It is proven where it lies, without the interpreter's lock: the copy then waits for no page.
-        """
-        try:
-            with self._gate.inside(), self._env.begin(buffers=True) as txn:
-                value = txn.get(key)
-                if value is None:
-                    return None
-                block = record.unpack(key, value)
-                block.verify()
-                return StoredBlock(bytes(block.payload), block.checksum)
-        except lmdb.Error as error:
-            raise DiskFailedError(f"LMDB cannot read: {error}") from error
+        """The proven block, a copy of its own; None if it is not here. Raises CorruptBlockError, DiskFailedError."""
+        (outcome,) = self.read_many([key])
+        if isinstance(outcome, CorruptBlockError | DiskFailedError):
+            raise outcome
+        return outcome
 
     def read_many(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """As `read`; what it would raise of a block stands in that block's place."""
-        return [self._read_or_error(key) for key in keys]
-
-    def _read_or_error(self, key: bytes) -> Outcome:
+        """As `read`, in one transaction; what it would raise of a block stands in that block's place."""
         try:
-            return self.read(key)
-        except (CorruptBlockError, DiskFailedError) as error:
-            return error
+            with self._gate.inside(), self._env.begin(buffers=True) as txn:
+                return [_copy_proven(key, txn.get(key)) for key in keys]
+        except lmdb.Error as error:
+            return [DiskFailedError(f"LMDB cannot read: {error}") for _ in keys]
 
     def write(self, changes: Changes) -> None:
         """Raises DiskFullError, DiskFailedError."""
@@ -245,6 +234,18 @@ class DiskTier:
         finally:
             self._env.close()
             self.directory.close(clean=clean)
+
+
+def _copy_proven(key: bytes, value: memoryview | None) -> Outcome:
+    """Proven where it lies, without the interpreter's lock: the copy then waits for no page."""
+    if value is None:
+        return None
+    try:
+        block = record.unpack(key, value)
+        block.verify()
+    except CorruptBlockError as error:
+        return error
+    return StoredBlock(bytes(block.payload), block.checksum)
 
 
 def _read_entries(cursor: Iterable[tuple[bytes, bytes]]) -> tuple[list[Entry], list[bytes]]:

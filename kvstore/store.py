@@ -144,11 +144,11 @@ class Store:
 
         A payload may be looked at for as long as its block, or any view of it, is kept, and no longer.
         """
+        self._upkeep.expire()
         ahead = ReadAhead(keys, self._size_on_disk, self._begin_read)
         num_served = 0
         try:
             for position, key in enumerate(keys):
-                self._upkeep.expire()
                 ahead.advance(position)
                 found = self._read_memory(key) or await self._read_disk(key, ahead)
                 if found is None:
