@@ -1,4 +1,4 @@
-"""What the store keeps: a slab and the checksum that proves it, under a key that names its namespace."""
+"""What the store keeps: a slab, the checksum that proves it, a key that names its namespace, and whose it is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from kvrelay.kv.hashing import HASH_BYTES, Buffer, hash_fields, slab_checksum
 NAMESPACE_BYTES = 16
 KEY_BYTES = NAMESPACE_BYTES + HASH_BYTES
 MAX_FINGERPRINT_CHARS = 128
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What is known of a stored block besides its bytes."""
+
+    key: bytes  # namespace_key + block hash
+    parent: bytes  # key of the block before it; namespace_key + the chain's root for a first block
+    chain_index: int  # place in its chain; 0 for a first block
+    tenant: str  # whose quota it counts against; DEFAULT_TENANT where nobody was named
+    ttl_s: float  # how long it stays after its last use; 0: no end but eviction
 
 
 @dataclass(frozen=True, slots=True)
