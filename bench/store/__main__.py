@@ -6,6 +6,7 @@ Everything is on this machine, between processes. Rows, by the names that --rows
   rates     GB/s of Get and Put, beside raw LMDB, a file a block, Redis and the bare KV stream
   requests  first tokens while blocks are put, and with a store that is stopped, stuck, slow or lying, against no store
   churn     five times the map's size through LMDB: the file's size, and the hit rate
+  replay    hit rates of the store's policy and of others on public traces; moves no bytes, is the last, and runs once
 
 In every round each is measured once, in fresh processes, before the next round begins, so that a drift of the machine
 meets all of them. A figure is the median over the rounds, with the least and the greatest. bench/README.md says more.
@@ -17,17 +18,20 @@ import argparse
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.engine import machine
+from bench.engine.launch import ROOT
 from bench.handoff.samples import Bar
 from bench.handoff.shapes import LAYOUTS, column_of
 from bench.rounds import Part, Results, measure_all
 from bench.store import churn, rates, requests, ttft
-from bench.store.plan import CHURN, QUICK, RATES, REQUESTS, ROWS, TTFT, Effort, Setting
+from bench.store.plan import CHURN, QUICK, RATES, REPLAY, REQUESTS, ROWS, TTFT, Effort, Setting
 from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
 
 TITLES = {
@@ -64,7 +68,7 @@ def main() -> int:
     results.bars = _bars(options.rows, effort)
     try:
         measure_all(
-            *([PARTS[row] for row in options.rows], setting, results),
+            *([PARTS[row] for row in options.rows if row in PARTS], setting, results),
             num_rounds=effort.num_rounds,
             wait_s=options.wait_s,
             output=output,
@@ -73,12 +77,21 @@ def main() -> int:
     finally:  # also what there is when it is ended early
         print(_heading(setting, results) + "\n\n" + results.as_markdown())
         say_to_stderr(f"every sample is in {output}")
-    return 0 if results.samples.values else 1
+    if REPLAY in options.rows:
+        _replay(options.quick)
+    return 0 if results.samples.values or options.rows == (REPLAY,) else 1
+
+
+def _replay(quick: bool) -> None:
+    if find_spec("bench.store.replay") is None:
+        say_to_stderr("there is no bench.store.replay")
+        return
+    subprocess.run([sys.executable, "-m", "bench.store.replay", *(["--quick"] if quick else [])], cwd=ROOT, check=True)
 
 
 def _bars(rows: tuple[str, ...], effort: Effort) -> list[Bar]:
     bars = {TTFT: ttft.bars(effort), RATES: rates.bars(), REQUESTS: requests.bars(), CHURN: churn.bars()}
-    return [bar for row in rows for bar in bars[row]]
+    return [bar for row in rows for bar in bars.get(row, [])]
 
 
 def _heading(setting: Setting, results: Results) -> str:

@@ -27,6 +27,7 @@ ASK_TIMEOUT_S = 60.0
 STORED_S = 30.0  # until what was computed is in the store, at most
 REACHED_S = 30.0  # until nodes ask a store again that is back, at most
 POLL_S = 0.01
+SETTLED_S = 0.5
 TRIAL_S = 0.1  # between two such requests
 # Every prompt goes through a prefill node, however short: only there is the store asked.
 COORDINATOR_ARGS = ("--local-tail-tokens", "0")
@@ -127,6 +128,16 @@ class Asker:
         async with asyncio.timeout(STORED_S):
             while await asyncio.to_thread(self._blocks_on_disk) < self._num_stored:
                 await asyncio.sleep(POLL_S)
+
+    async def note_settled(self) -> int:
+        """Returns when nothing more comes onto the store's disk; how many blocks came since what was noted last."""
+        num_before, num_noted = -1, self._num_stored
+        async with asyncio.timeout(STORED_S):
+            while num_before < self._num_stored:
+                num_before = self._num_stored
+                await asyncio.sleep(SETTLED_S)
+                self._num_stored = int(await asyncio.to_thread(self._blocks_on_disk))
+        return self._num_stored - num_noted
 
     async def reach_store(self, prompts: list[Prompt]) -> None:
         """Asks these, of which the store has a prefix, until one gets it; takes away those that it asked.

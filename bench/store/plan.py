@@ -15,9 +15,11 @@ TTFT = "ttft"
 RATES = "rates"
 REQUESTS = "requests"
 CHURN = "churn"
-ROWS = (TTFT, RATES, REQUESTS, CHURN)
+REPLAY = "replay"
+ROWS = (TTFT, RATES, REQUESTS, CHURN, REPLAY)
 
 MIB = 2**20
+FILL = 0.8  # of LMDB's file, that records may take
 LIMIT_S = 300.0  # of one worker
 
 
@@ -28,7 +30,7 @@ class Effort:
     prefix_tokens: int = 2_000
     num_prompts: int = 2  # of that prefix
     short_prefixes: tuple[int, ...] = (16, 32, 48, 64, 128, 256)
-    num_short: int = 3  # prompts of each
+    num_short: int = 2  # prompts of each
     rate_s: float = 0.5
     request_tokens: int = 384  # of the prompts that are asked beside a store that is busy, or has a fault
     map_bytes: int = 128 * MIB

@@ -14,7 +14,7 @@ from bench.handoff.plan import command as handoff_command
 from bench.handoff.samples import Bar, Samples
 from bench.handoff.shapes import LAYOUTS
 from bench.store import page_cache
-from bench.store.plan import RATES, Setting, command, start
+from bench.store.plan import FILL, RATES, Setting, command, start
 from bench.store.processes import free_port, restart, store_process
 from bench.store.shapes import PREFIX_TOKENS, num_blocks
 from tests.support.cluster import RoleProcess
@@ -36,7 +36,6 @@ EIGHT_B = "8B prefix"
 PREFIX_MS = f"{PREFIX_TOKENS:,} tokens in place, ms"
 PREFIX_RATE = "tokens/s: the prefill speed that it breaks even with"
 NUM_CHAINS = 2  # that each store holds: it is full after these, and each new one takes the place of an older
-FILL = 0.8  # of the file, that blocks may take
 
 
 def measure(setting: Setting, samples: Samples, _: int) -> None:

@@ -43,6 +43,7 @@ WITH_STORE = "a store that is given every block"
 FIRST = "the first request"
 LATER = "the next one"
 TTFT_MS = "first token, ms"
+PUT_SHARE = "of their blocks, put in the end, %"
 SPARE_BLOCKS = 4
 WARM_UP_TOKENS = 128
 NUM_WAKING = 6
@@ -79,13 +80,17 @@ async def _with_store(setting: Setting, samples: Samples, draw: Prompts) -> None
     try:
         async with running(cluster) as asker:
             await _warm_up(asker, draw)
-            for prompt in waking:
-                await asker.compute(prompt)
-            await asker.note_stored(waking)
+            await asker.note_settled()
             # Each is computed while the blocks of the one before it are put.
-            times = [(await asker.compute(prompt)).ttft_s for prompt in prompts]
+            busy = draw.of(num_tokens, NUM_PLAIN)
+            times = [(await asker.compute(prompt)).ttft_s for prompt in busy]
+            num_put = await asker.note_settled()
             samples.add(OFFLOAD, WITH_STORE, TTFT_MS, 1e3 * statistics.median(times[1:]))
-            await asker.note_stored(prompts)
+            num_blocks = sum(len(prompt) // BLOCK_TOKENS for prompt in busy)
+            samples.add(OFFLOAD, WITH_STORE, PUT_SHARE, 100 * num_put / num_blocks)
+            for prompt in [*waking, *prompts]:
+                await asker.compute(prompt)
+                await asker.note_stored([prompt])  # before the next one drives it out of the node's pool
             await _Faults(asker, cluster.proxies["kvstore-0"], samples).measure(prompts, waking)
     finally:
         cluster.kill()

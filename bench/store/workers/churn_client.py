@@ -1,4 +1,5 @@
-"""A process that asks a kvstore for chains by Zipf's law, and puts what it lacks of them."""
+"""A process that asks a kvstore for chains by Zipf's law, and puts what it lacks of them. The same chains are asked of
+the store's policy alone."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import grpc
 import uvloop
 
 from bench.handoff.conversation import Conversation
+from bench.store.policy_alone import PolicyAlone
 from bench.store.put import Putter
 from bench.store.shapes import random_slab
 from kvrelay.kv.hashing import hash_fields
@@ -43,7 +45,8 @@ async def _work(driver: Conversation) -> None:
     async with open_channel(task["address"], own_connection=True) as channel:
         store = StoreClient(task["address"], LAYOUT, FINGERPRINT)
         try:
-            churn = Churn(channel, store, num_chains, task["seed"])
+            alone = PolicyAlone(task["capacity_bytes"], LAYOUT.slab_bytes)
+            churn = Churn(channel, store, alone, num_chains, task["seed"])
             driver.tell(ready=True)
             while order := await asyncio.to_thread(driver.next_order):
                 driver.tell(**await churn.run(order["num_bytes"]))
@@ -52,8 +55,11 @@ async def _work(driver: Conversation) -> None:
 
 
 class Churn:
-    def __init__(self, channel: grpc.aio.Channel, store: StoreClient, num_chains: int, seed: int) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, store: StoreClient, alone: PolicyAlone, num_chains: int, seed: int
+    ) -> None:
         self._store = store
+        self._alone = alone
         self._putter = Putter(channel, LAYOUT, FINGERPRINT)
         self._slab = random_slab(LAYOUT.slab_bytes)
         self._draw = random.Random(seed)
@@ -63,18 +69,23 @@ class Churn:
 
     async def run(self, num_bytes: int) -> dict[str, float]:
         """Until so many bytes were put."""
-        num_put = num_asked = num_found = 0
+        num_put = num_asked = num_found = num_found_alone = 0
         started = time.perf_counter()
         while num_put < num_bytes:
             chain = self._draw.choices(self._chains, cum_weights=self._cumulative)[0]
             found = await self._get(chain)
             num_asked += len(chain)
             num_found += found
+            num_found_alone += self._alone.ask(chain)
             if found < len(chain):
                 await self._putter.put(chain, [self._slab] * (len(chain) - found), start=found)
                 num_put += (len(chain) - found) * len(self._slab)
         seconds = time.perf_counter() - started
-        return {"hit_rate": num_found / num_asked, "bytes_per_s": num_put / seconds}
+        return {
+            "hit_rate": num_found / num_asked,
+            "alone_hit_rate": num_found_alone / num_asked,
+            "bytes_per_s": num_put / seconds,
+        }
 
     async def _get(self, chain: Sequence[BlockHash]) -> int:
         num_found = 0

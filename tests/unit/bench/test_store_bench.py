@@ -12,6 +12,7 @@ import pytest
 
 from bench.store import page_cache, requests, ttft
 from bench.store.plan import Effort
+from bench.store.policy_alone import PolicyAlone
 from bench.store.put import ROOT, Putter
 from bench.store.ttft import break_even
 from kvrelay.kv import frame
@@ -80,3 +81,13 @@ def test_every_bar_names_figures_that_its_row_gives() -> None:
     assert effort.prefix_tokens not in effort.short_prefixes
     assert {bar.figure[1] for bar in ttft.bars(effort)} == {ttft.MEMORY, ttft.WARM, ttft.COLD}
     assert {bar.figure[1] for bar in requests.bars()} == {*requests.FAULT_LINES, requests.WITH_STORE}
+
+
+def test_the_policy_alone_finds_what_was_asked_for_lately_as_far_as_it_fits() -> None:
+    record_bytes = 4_096 * 3  # of 8,192 bytes and a header
+    alone = PolicyAlone(6 * record_bytes, 8_192)
+    chains = [[BlockHash(bytes([number, place]) * 16) for place in range(4)] for number in range(1, 4)]
+    assert [alone.ask(chains[0]), alone.ask(chains[0])] == [0, 4]
+    assert alone.ask(chains[1]) == 0
+    assert 2 <= alone.ask(chains[1]) <= 4
+    assert alone.ask(chains[2]) == 0
