@@ -63,12 +63,15 @@ class Promises:
         return len(self._later) + len(self._soon)
 
     def num_kept(self, request_id: str, pace: Pace, now: float) -> int:
-        """Places that the request has to leave to others: none when its own time has come."""
+        """Places that the request has to leave to others: none when its own time has come, and if it comes early those
+        of the ones before it."""
         self._pass_on(pace, now)
+        if request_id not in self._soon:
+            return self._num_soon
         if self._is_due(request_id, now):
             return 0
-        own = self._soon.get(request_id)
-        return self._num_soon - (own.num_places if own else 0)
+        before = itertools.takewhile(lambda other: other != request_id, self._soon)
+        return sum(self._soon[other].num_places for other in before)
 
     def tell(self, request_id: str, num_places: int, num_tokens: int, pace: Pace, guess_s: float, now: float) -> float:
         """The delay in seconds for a request that was turned away, which is promised its places where it has an id.
@@ -96,8 +99,7 @@ class Promises:
 
     def _is_due(self, request_id: str, now: float) -> bool:
         """A moment before is in time: clocks differ."""
-        promise = self._soon.get(request_id)
-        return promise is not None and now >= promise.due - MIN_RETRY_AFTER_S / 2
+        return now >= self._soon[request_id].due - MIN_RETRY_AFTER_S / 2
 
     def _tell_again(self, request_id: str, promise: _Promise, now: float) -> float:
         """Who comes early is told the rest; who comes in time and finds no room goes on being waited for."""

@@ -117,6 +117,24 @@ async def test_a_tenant_has_its_own_bounds_and_is_counted_by_itself() -> None:
         assert [cluster.metric(QUEUED_TOKENS, tenant=tenant) for tenant in "ab"] == [0, 0]
 
 
+async def test_a_place_that_comes_free_is_for_whoever_was_told_to_come_back_for_it() -> None:
+    async with line(max_queue=2) as waiting:
+        for name in ("a0", "a1", "a2"):
+            await waiting.ask(name)
+        ask, prompt, sampling = waiting.cluster.ask, TextPrompt("xy" + "0123456789" * 50), greedy(max_tokens=38)
+        with pytest.raises(OverloadedError, match="2 answers wait already, and 1 more would be over the 2") as refused:
+            await ask(prompt, sampling, request_id="patient")
+        assert refused.value.retry_after_s >= 1.0
+        waiting.asked.pop().cancel()
+        await waiting.cluster.until_queued(1)
+        for request_id in ("", "another"):
+            with pytest.raises(OverloadedError, match="where 1 are kept for others"):
+                await ask(prompt, sampling, request_id=request_id)
+        waiting.asked.append(asyncio.create_task(ask(prompt, sampling, request_id="patient")))
+        await waiting.cluster.until_queued(2)
+        assert await waiting.order() == ["a0", "a1", "patient"]
+
+
 async def test_a_tenants_own_longest_wait() -> None:
     async with line("b:max_wait_s=0.3") as waiting:
         await waiting.ask("a0")

@@ -68,6 +68,7 @@ def test_a_place_is_kept_around_the_time_told_and_no_longer() -> None:
     assert promises.num_kept("b", pace, 9.6) == 16
     assert promises.num_kept("new", pace, 11.9) == 16
     assert promises.num_kept("new", pace, 12.1) == 0, "a did not come"
+    assert promises.num_kept("b", pace, 17.5) == 0, "early, and nobody is before it"
     assert promises.num_kept("new", pace, 20.0) == 16
     promises.forget("b")
     assert promises.num_kept("new", pace, 20.0) == 0
