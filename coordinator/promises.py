@@ -14,10 +14,11 @@ from dataclasses import dataclass
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0  # nothing is promised for later than that
 GRACE_S = 2.0  # a place is kept so long after the time told
-MAX_PROMISES = 4_096
-_NUM_FREED = 32  # places that came free last, by which the pace is told
-_MARGIN = 1.15  # what is told, of what is expected
-_LEAD_PLACES = 4  # a place is kept from when so many more shall come free until its time
+LEAD_S = 3.0  # and from so long before it: places come free in bursts, and none while a large request is at the head
+MAX_PROMISES = 16_384  # a tenant
+_LEAD_PLACES = 4  # where they come slowly, it is kept from when so many more shall come free until its time
+_NUM_FREED = 64  # places that came free last, by which the pace is told
+_MARGIN = 1.25  # what is told, of what is expected
 
 
 class Pace:
@@ -55,21 +56,22 @@ class Promises:
     def __init__(self) -> None:
         self._later: OrderedDict[str, _Promise] = OrderedDict()
         self._soon: OrderedDict[str, _Promise] = OrderedDict()  # places are kept for these
-        self._num_promised = 0  # places, of both
-        self._num_soon = 0
+        self._num_soon = 0  # places
+        self._last_due = 0.0
 
     def __len__(self) -> int:
         return len(self._later) + len(self._soon)
 
-    def num_kept(self, pace: Pace, now: float) -> int:
-        """Places that whoever was promised none has to leave."""
+    def num_kept(self, request_id: str, pace: Pace, now: float) -> int:
+        """Places that the request has to leave to others: none when its own time has come, and if it comes early those
+        of the ones before it."""
         self._pass_on(pace, now)
-        return self._num_soon
-
-    def is_due(self, request_id: str, now: float) -> bool:
-        """Whether the request was told to come by now. A moment before is in time: clocks differ."""
-        promise = self._soon.get(request_id)
-        return promise is not None and now >= promise.due - MIN_RETRY_AFTER_S / 2
+        if request_id not in self._soon:
+            return self._num_soon
+        if self._is_due(request_id, now):
+            return 0
+        before = itertools.takewhile(lambda other: other != request_id, self._soon)
+        return sum(self._soon[other].num_places for other in before)
 
     def tell(self, request_id: str, num_places: int, num_tokens: int, pace: Pace, guess_s: float, now: float) -> float:
         """The delay in seconds for a request that was turned away, which is promised its places where it has an id.
@@ -78,20 +80,26 @@ class Promises:
         known = self._soon.get(request_id) or self._later.get(request_id)
         if known is not None:
             return self._tell_again(request_id, known, now)
-        expected = pace.seconds_for(self._num_promised + num_places, num_tokens, now)
-        delay = max(guess_s if expected is None else expected * _MARGIN, MIN_RETRY_AFTER_S, self._last_due() - now)
-        if request_id and delay <= MAX_RETRY_AFTER_S and len(self) < MAX_PROMISES:
-            self._later[request_id] = _Promise(num_places, now + delay)
-            self._num_promised += num_places
-        return min(delay, MAX_RETRY_AFTER_S)
+        expected = pace.seconds_for(num_places, num_tokens, now)
+        # After the last one that was told, not by this moment's pace for all of them: many would be told the same.
+        due = max(self._last_due, now) + (guess_s if expected is None else expected * _MARGIN)
+        due = max(due, now + MIN_RETRY_AFTER_S)
+        if request_id and due - now <= MAX_RETRY_AFTER_S and len(self) < MAX_PROMISES:
+            self._later[request_id] = _Promise(num_places, due)
+            self._last_due = due
+            return due - now
+        return MAX_RETRY_AFTER_S if request_id else min(due - now, MAX_RETRY_AFTER_S)
 
     def forget(self, request_id: str) -> None:
         """It came and got in."""
         for promises in (self._soon, self._later):
             promise = promises.pop(request_id, None)
-            if promise is not None:
-                self._num_promised -= promise.num_places
-                self._num_soon -= promise.num_places if promises is self._soon else 0
+            if promise is not None and promises is self._soon:
+                self._num_soon -= promise.num_places
+
+    def _is_due(self, request_id: str, now: float) -> bool:
+        """A moment before is in time: clocks differ."""
+        return now >= self._soon[request_id].due - MIN_RETRY_AFTER_S / 2
 
     def _tell_again(self, request_id: str, promise: _Promise, now: float) -> float:
         """Who comes early is told the rest; who comes in time and finds no room goes on being waited for."""
@@ -100,11 +108,8 @@ class Promises:
             self._soon.move_to_end(request_id)
         return promise.due - now
 
-    def _last_due(self) -> float:
-        return next(reversed(self._later.values())).due if self._later else 0.0
-
     def _pass_on(self, pace: Pace, now: float) -> None:
-        lead = max(MIN_RETRY_AFTER_S, pace.seconds_for(_LEAD_PLACES, 0, now) or 0.0)
+        lead = max(LEAD_S, pace.seconds_for(_LEAD_PLACES, 0, now) or 0.0)
         while self._later and (first := next(iter(self._later.values()))).due <= now + lead:
             request_id, _ = self._later.popitem(last=False)
             self._soon[request_id] = first

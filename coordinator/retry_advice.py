@@ -27,11 +27,10 @@ class RetryAdvice:
         return min(max(self._of(tenant).mean_wait_s, MIN_RETRY_AFTER_S), MAX_GUESS_S)
 
     def num_kept(self, tenant: str, request_id: str, most_places: int, now: float) -> int:
-        """Places that a new request of the tenant has to leave free. Never more than half: were those to whom they are
+        """Places that a request of the tenant has to leave free. Never more than half: were those to whom they are
         promised all gone, the others shall have enough to keep the cluster busy."""
         known = self._of(tenant)
-        num_kept = known.promises.num_kept(known.pace, now)
-        return 0 if known.promises.is_due(request_id, now) else min(num_kept, most_places // 2)
+        return min(known.promises.num_kept(request_id, known.pace, now), most_places // 2)
 
     def refused(self, tenant: str, request_id: str, num_places: int, num_tokens: int, now: float) -> float:
         """The delay in seconds to tell."""

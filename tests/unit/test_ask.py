@@ -67,6 +67,7 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--timeout", "-1"], "--timeout is -1; allowed is a number of seconds over 0"),
         (["hello", "--n", "0"], "n is 0; allowed is [1, 128]"),
         (["hello", "--n", "129"], "n is 129; allowed is [1, 128]"),
+        (["hello", "--priority", "101"], "priority is 101; allowed is [-100, 100]"),
         (["hello", "--timeout", "nan"], "--timeout is nan"),
         (["--prompt-ids", "1,x"], "'x' is no token id"),
         (["hello", "--logprobs", "2"], "--logprobs are only shown by --json"),

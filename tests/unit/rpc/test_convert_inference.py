@@ -75,6 +75,13 @@ def test_what_a_request_says_of_caching_survives_the_wire(changes: dict[str, Any
     assert convert_inference.generate_request_from_pb(inference_pb2.GenerateRequest.FromString(wire)) == request
 
 
+@pytest.mark.parametrize("priority", [None, 0, -100, 100])
+def test_priority_survives_the_wire_and_none_is_not_zero(priority: int | None) -> None:
+    request = GenerateRequest(TextPrompt("hello"), priority=priority)
+    wire = convert_inference.generate_request_to_pb(request).SerializeToString()
+    assert convert_inference.generate_request_from_pb(inference_pb2.GenerateRequest.FromString(wire)) == request
+
+
 def test_a_client_that_does_not_know_of_n_gets_one_answer() -> None:
     assert convert_inference.generate_request_from_pb(inference_pb2.GenerateRequest(text="hello")).n == 1
 

@@ -1,0 +1,80 @@
+"""Tenants' shares and bounds as they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.tenant_policy import TenantPolicy, parse_policies
+from kvrelay.config import load
+from kvrelay.errors import ConfigError
+
+
+def test_each_tenant_has_its_own_terms_and_everyone_else_the_stars() -> None:
+    policies = parse_policies(
+        "search:weight=3, max_queued=64 ;\n batch: priority=-50,max_wait_s=7.5;*:max_queued_tokens=2000;plain:"
+    )
+    assert policies.of("search") == TenantPolicy(weight=3.0, max_queued=64)
+    assert policies.of("batch") == TenantPolicy(priority=-50, max_wait_s=7.5)
+    assert policies.of("default") == policies.of("anyone") == TenantPolicy(max_queued_tokens=2000)
+    assert policies.of("plain") == TenantPolicy()
+    assert policies.weight("search") == 3.0
+
+
+def test_nothing_is_said_of_anyone() -> None:
+    assert parse_policies("").of("default") == TenantPolicy(
+        weight=1.0, max_queued=0, max_queued_tokens=0, max_wait_s=0.0, priority=0
+    )
+
+
+def test_a_name_may_have_colons() -> None:
+    assert parse_policies("spiffe://a:b:weight=2").weight("spiffe://a:b") == 2.0
+
+
+def test_parts_go_by_weight_and_what_is_left_is_nobodys() -> None:
+    assert parse_policies("").parts(256) == {}
+    assert parse_policies("a:weight=2;b:").parts(100) == {"a": 50, "b": 25}
+    assert parse_policies("a:;*:weight=0.5").parts(100) == {"a": 66}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("search", "tenants has 'search': a name, a colon and terms are needed, such as search:weight=3"),
+        ("a:weight=0", "tenants has 'a:weight=0': weight is 0; allowed is 0.01 to 100"),
+        ("a:weight=nan", "weight is nan; allowed is 0.01 to 100"),
+        ("a:weight=x", "weight is 'x'; allowed is a number"),
+        ("a:max_queued=1.5", "max_queued is '1.5'; allowed is a whole number"),
+        ("a:max_queued=-1", "max_queued is -1; allowed is at least 0, where 0 sets no bound"),
+        ("a:max_wait_s=inf", "max_wait_s is inf; allowed is at least 0"),
+        ("a:priority=101", "priority is 101; allowed is [-100, 100]"),
+        (
+            "a:wieght=1",
+            "'wieght' is no term of a tenant; allowed are weight, max_queued, max_queued_tokens,",
+        ),
+        ("a:;a:weight=2", "tenants has 'a' twice"),
+        (":weight=2", "tenant is ''; allowed are 1 to 64 printable characters"),
+    ],
+)
+def test_mistakes_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_policies(text)
+    assert message in caught.value.message
+
+
+def test_the_configuration_takes_them_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "kvrelay.toml"
+    file.write_text('[coordinator]\ntenants = """\nsearch:weight=3\nbatch:priority=-50\n"""\n')
+    for argv, environ in (
+        (["--tenants", "search:weight=3;batch:priority=-50"], {}),
+        ([], {"KVRELAY_COORDINATOR_TENANTS": "search:weight=3;batch:priority=-50"}),
+        (["--config", str(file)], {}),
+    ):
+        config = load(CoordinatorConfig, "coordinator", ["--model", "m", *argv], environ)
+        config.check()
+        policies = parse_policies(config.tenants)
+        assert (policies.weight("search"), policies.of("batch").priority) == (3.0, -50)
+    with pytest.raises(ConfigError, match="tenants has"):
+        load(CoordinatorConfig, "coordinator", ["--model", "m", "--tenants", "x"], {}).check()
