@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from decode_node.admission import check_fits, check_request, fork_request
+from decode_node.commands import Commands
 from decode_node.engine import BlocksWanted, Cache, DecodeCore, EngineLoad, StepDone
+from decode_node.leases import LeaseTimer
 from decode_node.loader import BlockLoader
 from decode_node.metrics import DecodeMetrics
 from decode_node.reservations import Entry, Phase, Reservations
@@ -82,13 +84,13 @@ class DecodeNode:
         self.reservations = Reservations(lease_s)
         self._requests: dict[ReservationId, Request] = {}
         self._limits = limits
-        self._num_reserving = 0  # Reserve calls that wait for the engine
+        self._commands = Commands(engine, changed)
         self._load = load
         self._changed = changed
         self._offer = offer
         self._loader = BlockLoader(engine, cache, store, metrics, clock) if store is not None else None
         self.clock = clock
-        self._lease_timer: asyncio.TimerHandle | None = None
+        self._lease_timer = LeaseTimer(self.reservations, self.expire_leases, clock)
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -280,12 +282,11 @@ class DecodeNode:
         if self._watch is not None:
             self._watch.cancel()
         self._end_all(UnavailableError("the decode node has shut down; resume on another"))
-        if self._lease_timer is not None:
-            self._lease_timer.cancel()
+        self._lease_timer.close()
 
     @property
     def _num_taken(self) -> int:
-        return len(self._requests) + self._num_reserving
+        return len(self._requests) + self._commands.num_asking
 
     async def _set_aside(self, reservation_id: ReservationId, sequence: Sequence, num_blocks: int) -> Reservation:
         """Asks the engine, which comes to it between two steps; nothing stays with it if nobody waits any more."""
@@ -293,16 +294,7 @@ class DecodeNode:
         return await self._ask_engine(reservation_id, lambda core: core.reserve(reservation_id, prefix, num_blocks))
 
     async def _ask_engine(self, reservation_id: ReservationId, fn: Callable[[DecodeCore], T]) -> T:
-        self._num_reserving += 1
-        try:
-            answer = await self.engine.call(fn)
-            self._check_ready()  # a drain may have begun meanwhile
-        except (asyncio.CancelledError, UnavailableError):
-            self._give_back(reservation_id)
-            raise
-        finally:
-            self._num_reserving -= 1
-        return answer
+        return await self._commands.ask(reservation_id, fn, self._check_ready)
 
     def _grant(
         self, reservation_id: ReservationId, sequence: Sequence, block_ids: tuple[BlockId, ...], num_cached: int
@@ -310,7 +302,7 @@ class DecodeNode:
         entry = self.reservations.grant(reservation_id, sequence, block_ids, num_cached, self.clock())
         self._requests[reservation_id] = Request(entry, TokenStream(), asyncio.Event())
         self._empty.clear()
-        self._arm_lease_timer()
+        self._lease_timer.arm()
         self._changed()
         return ReservationGranted(reservation_id, self.instance_id, num_cached, self.reservations.lease_s)
 
@@ -333,41 +325,18 @@ class DecodeNode:
             raise UnavailableError(f"this decode node is not ready: {self._not_ready_reason}; reserve on another")
 
     def _command(self, entry: Entry, fn: Callable[[DecodeCore], None]) -> asyncio.Future[None]:
-        """Submits; a failure reaches the request's stream, whoever waits for the future or not."""
-        future = self.engine.submit(fn)
-        stream = self._requests[entry.reservation_id].stream
-
-        def report(done: asyncio.Future[None]) -> None:
-            error = None if done.cancelled() else done.exception()
-            if error is not None:
-                stream.fail(error if isinstance(error, KVRelayError) else KVRelayError(f"the engine failed: {error}"))
-            self._changed()
-
-        future.add_done_callback(report)
-        return future
-
-    def _give_back(self, reservation_id: ReservationId) -> None:
-        """Has the engine free what a reservation that ended on this side still has there."""
-        if not self.engine.running:
-            return
-        released = self.engine.submit(lambda core: core.release(reservation_id))
-        released.add_done_callback(self._on_given_back)
-
-    def _on_given_back(self, released: asyncio.Future[None]) -> None:
-        error = None if released.cancelled() else released.exception()
-        if error is not None and not isinstance(error, UnavailableError):
-            logger.error("blocks of an ended reservation could not be freed", exc_info=error)
-        self._changed()
+        """Submits; a failure reaches the request's stream."""
+        return self._commands.submit(fn, self._requests[entry.reservation_id].stream.fail)
 
     def _ended(self, reservation_id: ReservationId, error: KVRelayError) -> None:
         request = self._requests.pop(reservation_id)
         request.stream.fail(error)
         request.interrupted.set()
         if request.loading is None or request.loading.done():
-            self._give_back(reservation_id)
+            self._commands.give_back(reservation_id)
         else:  # only when nothing writes into the blocks any more may they go to others
             request.loading.cancel()
-            request.loading.add_done_callback(lambda _: self._give_back(reservation_id))
+            request.loading.add_done_callback(lambda _: self._commands.give_back(reservation_id))
         if not self._requests:
             self._empty.set()
         self._changed()
@@ -384,19 +353,6 @@ class DecodeNode:
     def _end_all(self, error: KVRelayError) -> None:
         for reservation_id in self.reservations.ids:
             self.end(reservation_id, error)
-
-    def _arm_lease_timer(self) -> None:
-        """One timer for all leases. Renewals only move deadlines back: it fires early then, and is armed again."""
-        deadline = self.reservations.next_deadline()
-        if self._lease_timer is not None or deadline is None:
-            return
-        delay_s = max(0.0, deadline - self.clock())
-        self._lease_timer = asyncio.get_running_loop().call_later(delay_s, self._on_lease_timer)
-
-    def _on_lease_timer(self) -> None:
-        self._lease_timer = None
-        self.expire_leases()
-        self._arm_lease_timer()
 
     def expire_leases(self) -> None:
         """Ends every reservation whose lease has lapsed."""

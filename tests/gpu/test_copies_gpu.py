@@ -93,3 +93,16 @@ def test_many_slabs_at_once_are_those_read_one_by_one() -> None:
     cache = random_cache()
     blocks = [BlockId(block) for block in (11, 3, 15, 0, 7, 8, 2, 9, 1, 14)]
     assert cache.view_slabs(blocks) == [cache.read_slab(block) for block in blocks]
+
+
+def test_parts_of_slabs_move_bit_for_bit() -> None:
+    """A mebibyte at a time, as a handoff cuts slabs of 2 MiB."""
+    source, target = random_cache(), PagedKVCache(LAYOUT, 16, "cuda")
+    half = LAYOUT.slab_bytes // 2
+    for block in range(16):
+        for start in (0, half):
+            (part,) = source.view_slabs([BlockId(block)], start, start + half)
+            assert len(part) == half
+            target.write_part(BlockId(15 - block), part, start)
+    target.order_after_writes()
+    assert torch.equal(target.tensor, source.tensor.flip(0))

@@ -239,7 +239,7 @@ async def test_a_handoff_for_an_ended_reservation_is_refused(model: Path) -> Non
 
 async def test_ending_the_reservation_ends_the_prefill(model: Path) -> None:
     """The prefill node hears of it on its KV stream and stops, though most of the prompt is not computed yet."""
-    async with pair(model, chunk_tokens=4) as nodes:
+    async with pair(model, chunk_tokens=1) as nodes:
         request = make_request(900, seed=9)
         granted = await nodes.reserve(request)
         engine_may_go_on = threading.Event()

@@ -133,6 +133,7 @@ async def test_a_prefill_call_ends(model: Path) -> None:
         with pytest.raises(UnavailableError, match="engine is stuck; use another"):
             await anext(events)
         assert not app.status().ready
+        assert app.status().not_ready_reason == "the engine has not finished a step for too long"
         assert await health(channel, "kvrelay.pb.Prefill") == [NOT_SERVING] * 2
 
 
