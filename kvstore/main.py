@@ -78,6 +78,7 @@ def _store(config: KVStoreConfig) -> Store:
     options = StoreOptions(
         write_policy=WritePolicy(config.write_policy),
         reuse_hits=config.reuse_hits,
+        min_reuse=config.min_reuse,
         disk_quotas=config.quotas(),
         lifetimes=config.lifetimes(),
         namespace_ttl_s=parse_lifetime(config.namespace_ttl),

@@ -52,6 +52,7 @@ class StoreOptions:
 
     write_policy: WritePolicy = WritePolicy.THROUGH
     reuse_hits: int = 1  # REUSE: times a block was served before it is written
+    min_reuse: float = 0.0  # places in a chain that are used again less often, as a share, do not go to disk
     disk_quotas: Quotas = field(default_factory=Quotas)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     namespace_ttl_s: float = 0.0  # 0: blocks of models that nobody runs any more stay as long as others
@@ -81,7 +82,13 @@ class Store:
         if disk is not None:
             clocks = Clocks(now, options.since_boot, options.wall, disk.boot_id)
             self._writer = DiskWriter(disk, clocks, options.disk_quotas)
-            self._placement = Placement(memory, self._writer, options.write_policy, options.reuse_hits)
+            self._placement = Placement(
+                memory,
+                self._writer,
+                options.write_policy,
+                reuse_hits=options.reuse_hits,
+                min_reuse=options.min_reuse,
+            )
         self._readers = ThreadPoolExecutor(READER_THREADS, "kvstore-reader")
         self._upkeep = Upkeep(memory, disk, self._writer, self._readers, now, options.namespace_ttl_s)
         self._ticking: asyncio.Task[None] | None = None
@@ -137,11 +144,11 @@ class Store:
 
         A payload may be looked at for as long as its block, or any view of it, is kept, and no longer.
         """
+        self._upkeep.expire()
         ahead = ReadAhead(keys, self._size_on_disk, self._begin_read)
         num_served = 0
         try:
             for position, key in enumerate(keys):
-                self._upkeep.expire()
                 ahead.advance(position)
                 found = self._read_memory(key) or await self._read_disk(key, ahead)
                 if found is None:
@@ -224,8 +231,9 @@ class Store:
                 evictions=books.num_evictions,
             ),
             misses=self._num_misses,
-            corrupt=self._num_corrupt + self._upkeep.num_corrupt,
+            corrupt=self._num_corrupt + self._upkeep.num_corrupt + (0 if writer is None else writer.num_corrupt),
             write_failures=0 if writer is None else writer.num_failures,
+            not_worth=0 if self._placement is None else self._placement.num_not_worth,
             refused=self._num_refused + self._memory.num_refused + (0 if writer is None else writer.num_refused),
             expired=self._upkeep.num_expired,
             num_pinned=max(memory.num_pinned, 0 if books is None else books.num_pinned),
@@ -293,13 +301,12 @@ class Store:
         if isinstance(found, DiskFailedError):
             logger.warning("kvstore: %s", found)
             return None
-        if not isinstance(found, StoredBlock):
-            if found is not None:
-                self._count_corrupt(Tier.DISK, found)
-            self._writer.drop([key])
-            return None
         if key not in self._writer.books.index:
             return None  # deleted, or its time was over, while it was read
+        if not isinstance(found, StoredBlock):
+            self._count_corrupt(Tier.DISK, found or CorruptBlockError("a record is not where it was written"))
+            self._writer.drop([key])
+            return None
         self._memory.add(self._writer.books.index.info(key), found, self._now())
         return found, Tier.DISK
 

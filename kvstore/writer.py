@@ -10,13 +10,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvrelay.kv.circuit import Circuit
 from kvstore.block import BlockInfo, StoredBlock
 from kvstore.books import DiskBooks
 from kvstore.clock import Clocks, StoreClock
-from kvstore.disk import Changes, DiskFailedError, DiskFullError, DiskTier
+from kvstore.disk import Changes, DiskDamagedError, DiskFailedError, DiskFullError, DiskTier
 from kvstore.pending import Pending, PendingBlock, disk_bytes
 from kvstore.quotas import Quotas
 
@@ -47,6 +48,7 @@ class DiskWriter:
         self.pending = Pending()
         self.num_failures = 0
         self.num_refused = 0
+        self.num_corrupt = 0  # entries that failed their proof at the start
         self.on_gone: Callable[[Collection[bytes]], None] = _ignore  # told what leaves the disk, or never gets there
         self._disk = disk
         self._clocks = clocks
@@ -75,6 +77,7 @@ class DiskWriter:
         """Finds the blocks of earlier processes again."""
         scan = await self.run_on_thread(self._disk.scan)
         self._clock = StoreClock(self._clocks, scan.mark)
+        self.num_corrupt = scan.num_corrupt
         self._doom(self.books.restore(scan, self._clock))
         self._task = asyncio.create_task(self._run(), name="kvstore-writer")
 
@@ -229,6 +232,8 @@ class DiskWriter:
         try:
             fitting = await self._reserve(batch)
             await self._write_with_recovery(fitting)
+        except DiskDamagedError as error:
+            await self._start_over(error)
         except (DiskFullError, DiskFailedError) as error:
             self._fail(fitting or batch, error)
         else:
@@ -239,7 +244,7 @@ class DiskWriter:
     async def _reserve(self, batch: list[PendingBlock]) -> list[PendingBlock]:
         """Makes room; those of the batch that may be written."""
         if not await self.run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
-            self._doom(self.books.give_way(_sum_bytes(batch), ()))
+            self._doom(self.books.give_way(_sum_bytes(batch)))
         for pending in batch:
             evicted = self.books.reserve(pending.info, pending.block.num_bytes, pending.pinned_until)
             if evicted is None:
@@ -255,6 +260,13 @@ class DiskWriter:
         if self._circuit.failed(self._now()):
             logger.warning("kvstore disk tier stops writing for now, reading goes on: %s", error)
 
+    async def _start_over(self, error: DiskDamagedError) -> None:
+        """A damaged file would refuse for ever; what it holds can be computed again. The batch goes with it."""
+        gone = self.books.clear()
+        await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
+        self._doomed.clear()
+        self.on_gone(gone)
+
     def _succeed(self) -> None:
         if self._circuit.is_open:
             logger.info("kvstore disk tier writes again")
@@ -269,8 +281,7 @@ class DiskWriter:
             try:
                 await self._commit(batch)
             except DiskFullError:
-                keep = {key for pending in batch for key in (pending.info.key, pending.info.parent)}
-                self._doom(self.books.give_way(_sum_bytes(batch) + 1, keep))
+                self._doom(self.books.give_way(_sum_bytes(batch) + 1))
                 await self._make_room()
             else:
                 return

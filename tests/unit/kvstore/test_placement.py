@@ -81,6 +81,20 @@ async def test_reuse_leaves_the_disk_alone_when_what_nobody_wanted_goes(tmp_path
         assert store.stats().disk.num_blocks == 0
 
 
+async def test_places_that_are_never_used_again_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First blocks are served again and again, second ones never: these stop going to disk, pinned ones apart."""
+    for name, value in (("MIN_STORED", 8), ("EPOCH", 32), ("EXPLORE", 0)):
+        monkeypatch.setattr(f"kvstore.reuse.{name}", value)
+    async with opened(tmp_path, min_reuse=0.2) as store:
+        for first in range(0, 32, 2):
+            await put_chain(store, first, first + 1)
+            await get(store, first)
+        await put_chain(store, 100, 101)
+        assert where(store, 100, 101) == [MEMORY, MEMORY]
+        assert on_disk(store, 100, 101) == [True, False]
+        assert store.stats().not_worth == 1
+
+
 @pytest.mark.parametrize("memory_blocks", [100, 0])
 async def test_a_block_whose_parent_is_not_held_is_refused(tmp_path: Path, memory_blocks: int) -> None:
     async with opened(tmp_path, memory_blocks=memory_blocks) as store:
