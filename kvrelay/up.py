@@ -65,13 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_PORT_BASE,
         metavar="N",
         help="the coordinator's port; kvstore +1, further coordinators +2.., prefill nodes +10.., decode nodes +20.., "
-        "metrics of each +100 "
+        "further kvstores after them, metrics of each +100 "
         f"(default: {DEFAULT_PORT_BASE})",
     )
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads of each node (default: its share of the cores)"
     )
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store")
+    parser.add_argument("--kvstores", type=int, default=1, metavar="N", help="how many KV stores (default: 1)")
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="logs and the store's disk tier (default: a cache directory)"
     )
@@ -116,6 +117,7 @@ def check_shape(options: argparse.Namespace) -> None:
         ("--coordinators", options.coordinators, MAX_COORDINATORS),
         ("--prefill", options.prefill, MAX_PREFILL_NODES),
         ("--decode", options.decode, MAX_DECODE_NODES),
+        ("--kvstores", options.kvstores, MAX_DECODE_NODES + 1 - options.decode),
     ):
         if not 1 <= count <= most:
             raise ConfigError(f"{flag} is {count}; allowed is [1, {most}]")
@@ -144,30 +146,41 @@ def plan(options: argparse.Namespace, model: Path, data_dir: Path) -> list[Plann
     """The processes of a cluster of this shape, the coordinators first."""
     counts = {
         Role.COORDINATOR: options.coordinators,
-        Role.KVSTORE: int(options.kvstore),
+        Role.KVSTORE: _num_kvstores(options),
         Role.PREFILL_NODE: options.prefill,
         Role.DECODE_NODE: options.decode,
     }
-    own_flags = _flags_by_role(options, model, data_dir)
+    own_flags = _flags_by_role(options, model)
     return [
-        _planned(options, role, index, count, own_flags[role])
+        _planned(options, role, index, count, [*own_flags[role], *_flags_of_one(role, index, data_dir)])
         for role, count in counts.items()
         for index in range(count)
     ]
 
 
-def _flags_by_role(options: argparse.Namespace, model: Path, data_dir: Path) -> dict[Role, list[str]]:
+def _num_kvstores(options: argparse.Namespace) -> int:
+    return int(options.kvstores) if options.kvstore else 0
+
+
+def _flags_of_one(role: Role, index: int, data_dir: Path) -> list[str]:
+    """What no two processes of a role have in common. The first store's directory is what a single one's is."""
+    if role is not Role.KVSTORE:
+        return []
+    return ["--path", str(data_dir / ("kvstore" if index == 0 else f"kvstore-{index + 1}"))]
+
+
+def _flags_by_role(options: argparse.Namespace, model: Path) -> dict[Role, list[str]]:
     ports = [_port(options, Role.COORDINATOR, index) for index in range(options.coordinators)]
     coordinators = ",".join(f"{options.host}:{port}" for port in ports)
-    kvstore = f"{options.host}:{_port(options, Role.KVSTORE, 0)}"
+    kvstores = [f"{options.host}:{_port(options, Role.KVSTORE, index)}" for index in range(_num_kvstores(options))]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = options.threads or max(1, cores // (options.prefill + options.decode))
     naming = ["--model", str(model), *(["--model-name", options.model_name] if options.model_name else [])]
     node = [*naming, "--dtype", options.dtype, "--threads", str(threads), "--coordinator", coordinators]
-    node += ["--kvstore", kvstore] if options.kvstore else []
+    node += ["--kvstore", ",".join(kvstores)] if kvstores else []
     return {
         Role.COORDINATOR: naming,
-        Role.KVSTORE: ["--path", str(data_dir / "kvstore"), "--coordinator", coordinators],
+        Role.KVSTORE: ["--coordinator", coordinators],
         Role.PREFILL_NODE: node,
         Role.DECODE_NODE: node,
     }
@@ -183,6 +196,8 @@ def _planned(options: argparse.Namespace, role: Role, index: int, count: int, ow
 
 
 def _port(options: argparse.Namespace, role: Role, index: int) -> int:
+    if role is Role.KVSTORE and index > 0:
+        return _port(options, Role.DECODE_NODE, options.decode + index - 1)
     past_kvstore = role is Role.COORDINATOR and index > 0
     return int(options.port_base) + _OFFSETS[role] + index + past_kvstore
 

@@ -57,7 +57,8 @@ class Offloader:
         self._batch_blocks = batch_blocks
         self._patience_s = patience_s
         self._flush_s = flush_s
-        self._pending: dict[BlockHash, ChainBlock] = {}  # in order of the offers
+        # In order of the offers. A chain that grows moves once, to another home, with all its blocks.
+        self._pending: dict[tuple[BlockHash, BlockHash], ChainBlock] = {}
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -72,12 +73,13 @@ class Offloader:
         """
         self._hurries = self._hurries or urgent
         for block in blocks:
-            if block.block_hash in self._pending:
+            key = (block.chain.home, block.block_hash)
+            if key in self._pending:
                 continue
             if len(self._pending) >= self._max_pending_blocks:
                 self.num_dropped += 1
                 continue
-            self._pending[block.block_hash] = block
+            self._pending[key] = block
         if self._pending:
             self._idle.clear()
             self._work.set()
@@ -105,10 +107,9 @@ class Offloader:
     async def _run(self) -> None:
         while True:
             await self._work.wait()
-            blocks = list(islice(self._pending.values(), QUERY_BLOCKS))
+            keys = list(islice(self._pending, QUERY_BLOCKS))
             self._is_crowded = len(self._pending) >= CROWDED * self._max_pending_blocks
-            for block in blocks:
-                del self._pending[block.block_hash]
+            blocks = [self._pending.pop(key) for key in keys]
             try:
                 for chain, group in groupby(blocks, key=lambda block: block.chain):
                     await self._offload(chain, list(group))

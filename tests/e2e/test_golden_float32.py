@@ -30,7 +30,9 @@ def cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     directory = tmp_path_factory.mktemp("golden")
     # Tails are computed on the prefill node unless a test's name says otherwise, so that every answer is handed over.
     arguments = ["--local-tail-tokens", "0"]
-    with running(Cluster(demo_model, directory, coordinator_args=arguments, num_blocks=2048)) as started:
+    loading = ["--prefix-load", "always"]  # so that what is found where does not depend on the machine's load
+    shape = Cluster(demo_model, directory, coordinator_args=arguments, prefill_args=loading, num_blocks=2048)
+    with running(shape) as started:
         yield started
 
 

@@ -55,7 +55,10 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         tmp_path_factory.mktemp("cluster"),
         num_blocks=NUM_BLOCKS,
         coordinator_args=["--max-queue", str(MAX_QUEUE)],
-        prefill_args=["--chunk-tokens", str(CHUNK_TOKENS), "--max-batched-tokens", str(CHUNK_TOKENS)],
+        prefill_args=[
+            *("--chunk-tokens", str(CHUNK_TOKENS), "--max-batched-tokens", str(CHUNK_TOKENS)),
+            *("--prefix-load", "always"),  # the tiny model would compute meanwhile
+        ],
         decode_args=["--lease-s", "5"],
     )
     with running(shape) as started:

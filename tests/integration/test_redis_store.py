@@ -160,6 +160,19 @@ async def test_a_server_that_hangs_is_given_up() -> None:
         process.send_signal(signal.SIGCONT)
 
 
+async def test_a_get_that_is_given_up_leaves_no_reply_behind_for_the_next() -> None:
+    async with redis_server() as (address, process), opened(address) as store:
+        await store.put([block(1), block(2)])
+        process.send_signal(signal.SIGSTOP)
+        waiting = asyncio.create_task(fetch(store, 1))
+        await asyncio.sleep(0.05)  # it has asked, or it asks later: both must be right
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        process.send_signal(signal.SIGCONT)
+        assert await fetch(store, 2, 1) == 2
+        assert store.num_corrupt == 0
+
+
 async def test_the_offloader_sends_what_redis_lacks() -> None:
     async def read(block_hash: BlockHash) -> bytes | None:
         return dict(map(block, range(8)))[block_hash]

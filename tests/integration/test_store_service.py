@@ -8,12 +8,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
 
 from kvrelay.errors import CorruptBlockError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.kv import frame
+from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.chain import Chain, ChainBlock
 from kvrelay.kv.frame import FrameKind, block_frame, control_frame, encode
 from kvrelay.kv.hashing import ChecksumChain, slab_checksum
@@ -482,6 +484,28 @@ async def test_the_offloader_tells_the_store_whose_blocks_they_are_and_where_the
     ]
     assert [list(begin.parent_hashes) for begin in begins] == [[b"r" * 32, hash_of(1)], [hash_of(3)]]
     assert [list(begin.chain_indexes) for begin in begins] == [[0, 1], [1]]
+
+
+async def test_a_chain_that_grows_while_its_blocks_wait_goes_to_its_new_home_whole() -> None:
+    async def read(block_hash: BlockHash) -> bytes | None:
+        return slab_of(0, SLAB_BYTES)
+
+    puts: list[tuple[BlockHash, list[int]]] = []
+
+    class Notes:
+        async def missing(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[BlockHash]:
+            return list(hashes)
+
+        async def put(self, slabs: Sequence[tuple[BlockHash, bytes]], places: Sequence[ChainBlock] = ()) -> int:
+            puts.append((places[0].chain.home, [place.index for place in places]))
+            return len(places)
+
+    offloader = Offloader(cast(BlockStore, Notes()), read)
+    offloader.offer(chain_of(*range(7), chain=Chain(hash_of(0))))
+    offloader.offer(chain_of(*range(8), chain=Chain(hash_of(7))))
+    await offloader.start()
+    await offloader.close()
+    assert puts == [(hash_of(0), list(range(7))), (hash_of(7), list(range(8)))]
 
 
 @pytest.mark.parametrize("hurry", ["urgent", "crowded", "closing", "quiet"])

@@ -84,6 +84,19 @@ def test_every_node_and_the_store_join_every_coordinator() -> None:
     up.check_settings([role for role in roles if role.role is Role.KVSTORE])
 
 
+def test_several_kvstores_have_directories_of_their_own_and_every_node_knows_them_all() -> None:
+    roles = up.plan(options("--kvstores", "3", "--decode", "2"), Path("/m"), Path("/d"))
+    stores = [role for role in roles if role.role is Role.KVSTORE]
+    assert [(role.name, role.port, value(role.flags, "--path")) for role in stores] == [
+        ("kvstore-1", 7401, "/d/kvstore"),
+        ("kvstore-2", 7422, "/d/kvstore-2"),
+        ("kvstore-3", 7423, "/d/kvstore-3"),
+    ]
+    nodes = [role for role in roles if role.role in (Role.PREFILL_NODE, Role.DECODE_NODE)]
+    assert {value(node.flags, "--kvstore") for node in nodes} == {"127.0.0.1:7401,127.0.0.1:7422,127.0.0.1:7423"}
+    assert not any("--kvstore" in role.flags for role in up.plan(options("--no-kvstore"), Path("/m"), Path("/d")))
+
+
 @pytest.mark.parametrize(("flags", "told"), [([], False), (["--coordinators", "2"], True)])
 def test_several_coordinators_are_told_to_know_only_their_own_requests(flags: list[str], told: bool) -> None:
     banner = up._how_to_use(up.plan(options(*flags), Path("/m"), Path("/d")), Path("/d"))
@@ -111,6 +124,7 @@ def test_nodes_share_the_cores(cores: int, flags: list[str], threads: str, monke
         (["--coordinators", "10"], r"--coordinators is 10; allowed is \[1, 9\]"),
         (["--prefill", "0"], r"--prefill is 0; allowed is \[1, 10\]"),
         (["--decode", "81"], r"--decode is 81; allowed is \[1, 80\]"),
+        (["--kvstores", "80", "--decode", "2"], r"--kvstores is 80; allowed is \[1, 79\]"),
         (["--port-base", "65500"], r"--port-base is 65500; allowed is \[1, 65335\]"),
     ],
 )

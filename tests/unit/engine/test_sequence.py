@@ -1,8 +1,11 @@
 """A sequence's books: hashes as blocks fill, what is computed, when an answer ends."""
 
+import dataclasses
+
 import pytest
 
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kv.chain import Chain, ChainBlock
 from kvrelay.kv.hashing import block_hash
 from kvrelay.types import BlockHash, BlockId, FinishReason
 from tests.support.fake_engine import make_request
@@ -76,3 +79,26 @@ def test_finish_rules(token_id: int, request_fields: dict[str, object], reason: 
 def test_the_models_length_ends_an_answer() -> None:
     assert finish(9, max_model_len=4) is FinishReason.LENGTH
     assert finish(9, max_model_len=5) is None
+
+
+def test_a_store_is_told_of_blocks_with_their_parents_and_places() -> None:
+    request = dataclasses.replace(make_request(tuple(range(40))), tenant="acme", cache_ttl_s=60.0)
+    sequence = Sequence.create(request, ROOT, 4)
+    chain = Chain(sequence.block_hashes[7], "acme", 60.0)
+    hashes = sequence.block_hashes
+    assert sequence.blocks_to_keep([0]) == [ChainBlock(hashes[0], ROOT, 0, chain)]
+    assert sequence.blocks_to_keep([8, 9]) == [
+        ChainBlock(hashes[8], hashes[7], 8, chain),
+        ChainBlock(hashes[9], hashes[8], 9, chain),
+    ]
+    assert sequence.blocks_to_keep([]) == []
+
+
+def test_the_block_that_ends_the_first_group_brings_it_all_to_its_new_home() -> None:
+    sequence = Sequence.create(make_request(tuple(range(31))), ROOT, 4)
+    first = sequence.block_hashes[0]
+    assert [block.chain.home for block in sequence.blocks_to_keep([6])] == [first]
+    sequence.append(99)
+    blocks = sequence.blocks_to_keep([7])
+    assert [block.index for block in blocks] == list(range(8))
+    assert {block.chain.home for block in blocks} == {sequence.block_hashes[7]}
