@@ -131,7 +131,7 @@ class Arena:
 
 
 def _map(num_bytes: int) -> mmap.mmap:
-    """Private, so that large pages serve it where the kernel has them: touched first, it costs a 500th of the faults."""
+    """Private, so that the kernel may use large pages: the first touch of them all costs a 500th of the faults."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)

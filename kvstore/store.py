@@ -305,7 +305,7 @@ class Store:
             return None  # deleted, or its time was over, while it was read
         if not isinstance(found, StoredBlock):
             self._count_corrupt(Tier.DISK, found or CorruptBlockError("a record is not where it was written"))
-            self._writer.drop([key])
+            self._upkeep.drop_from_disk([key])
             return None
         self._memory.add(self._writer.books.index.info(key), found, self._now())
         return found, Tier.DISK

@@ -77,6 +77,11 @@ class Upkeep:
         if self._writer is not None:
             self._writer.tick()
 
+    def drop_from_disk(self, keys: Sequence[bytes]) -> None:
+        """Records that failed their proof; what memory has of them stays."""
+        if self._writer is not None:
+            self._drop_followers(self._writer.drop(keys))
+
     def pin(self, keys: Sequence[bytes], pin_s: float) -> int:
         until = self._now() + pin_s if pin_s > 0 else 0.0
         self._memory.index.pin(keys, until)
@@ -197,7 +202,7 @@ class Upkeep:
                 gone |= self._memory.discard(key)
             if self._writer is not None:
                 gone |= self._writer.drop(waiting)
-            waiting = gone.keys() - waiting - dropped.keys()  # followers in one tier, to be dropped from the others
+            waiting = gone.keys() - waiting - dropped.keys()  # what follows these may be in another tier than they
             dropped |= gone
         return dropped
 
@@ -251,5 +256,5 @@ class Upkeep:
         self.num_corrupt += len(corrupt)
         if corrupt:
             logger.warning("kvstore dropped %d blocks from disk that failed their proof", len(corrupt))
-        self._writer.drop(corrupt)
+        self.drop_from_disk(corrupt)
         return len(corrupt)

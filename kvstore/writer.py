@@ -49,7 +49,7 @@ class DiskWriter:
         self.num_failures = 0
         self.num_refused = 0
         self.num_corrupt = 0  # entries that failed their proof at the start
-        self.on_gone: Callable[[Collection[bytes]], None] = _ignore  # told what leaves the disk, or never gets there
+        self.on_gone: Callable[[Collection[bytes]], None] = _ignore  # told of what leaves the disk by itself
         self._disk = disk
         self._clocks = clocks
         self._clock = StoreClock(clocks, None)
@@ -105,7 +105,10 @@ class DiskWriter:
         return self._push(info, block, pinned_until)
 
     def drop(self, keys: Iterable[bytes]) -> dict[bytes, int]:
-        """Forgets blocks and what follows them, written or pending, and deletes them soon; slab bytes of all."""
+        """Forgets blocks and what follows them, written or pending, and deletes them soon; slab bytes of all.
+
+        `on_gone` is not told: whoever drops knows.
+        """
         dropped: dict[bytes, int] = {}
         for key in keys:
             dropped |= self.books.drop(key)
@@ -114,7 +117,8 @@ class DiskWriter:
             if pending is not None:
                 dropped[key] = pending.block.num_bytes
                 self.pending.cancel(key)
-        self._doom(dropped)
+        self._doomed += dropped
+        self._work.set()
         return dropped
 
     def expire(self) -> Collection[bytes]:
@@ -245,13 +249,14 @@ class DiskWriter:
         """Makes room; those of the batch that may be written."""
         if not await self.run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
             self._doom(self.books.give_way(_sum_bytes(batch)))
+        batch = [pending for pending in batch if self.pending.holds(pending)]  # others were deleted just now
         for pending in batch:
             evicted = self.books.reserve(pending.info, pending.block.num_bytes, pending.pinned_until)
             if evicted is None:
                 self.num_refused += 1
             else:
                 self._doom(evicted)
-        return [pending for pending in batch if pending.info.key in self.books.index and self.pending.holds(pending)]
+        return [pending for pending in batch if pending.info.key in self.books.index]
 
     def _fail(self, batch: list[PendingBlock], error: Exception) -> None:
         self.num_failures += len(batch)

@@ -100,6 +100,7 @@ class StoreAdmin:
             raise DeadlineError(f"nothing came from the kvstore at {self.address} for {WORK_TIMEOUT_S:g} s") from error
 
     def _absent(self, error: UnavailableError) -> UnavailableError:
-        if "failed to connect" not in error.message.lower():
+        reason = error.message.lower()
+        if "failed to connect" not in reason and "errors resolving" not in reason:
             return UnavailableError(f"kvstore {self.address}: {error.message}", retry_after_s=error.retry_after_s)
         return UnavailableError(f"no kvstore answers at {self.address}; is it running, and is this its address?")

@@ -298,10 +298,11 @@ async def test_long_work_ends_when_the_store_drains() -> None:
         assert served.store.num_ended == 1
 
 
-async def test_a_store_that_is_not_there_is_named() -> None:
-    async with StoreAdmin("127.0.0.1:1") as admin:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:7400"])
+async def test_a_store_that_is_not_there_is_named(address: str) -> None:
+    async with StoreAdmin(address) as admin:
         for asked in (admin.stats(), anext(admin.list()), anext(admin.verify())):
-            with pytest.raises(UnavailableError, match=r"no kvstore answers at 127\.0\.0\.1:1; is it running"):
+            with pytest.raises(UnavailableError, match=f"no kvstore answers at {address}; is it running"):
                 await asked
 
 

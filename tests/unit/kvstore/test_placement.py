@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.types import Tier
+from kvstore.disk import Changes, DiskFailedError, DiskTier
+from kvstore.entry import Entry
 from kvstore.placement import WritePolicy
 from kvstore.quotas import Quotas
 from kvstore.store import PutOutcome, Store
@@ -105,6 +107,49 @@ async def test_a_block_whose_parent_is_not_held_is_refused(tmp_path: Path, memor
         assert await store.put(orphan, block_of(2)) is STORED
 
 
+class DeafDisk(DiskTier):
+    """Refuses every transaction while `deaf`."""
+
+    deaf = False
+
+    def write(self, changes: Changes) -> None:
+        if self.deaf:
+            raise DiskFailedError("Input/output error")
+        super().write(changes)
+
+
+async def test_a_block_is_written_after_those_before_it_that_the_disk_refused_at_their_time(tmp_path: Path) -> None:
+    clock = ManualClock(0.0)
+    async with opened(tmp_path, make_disk=DeafDisk, clock=clock) as store:
+        assert isinstance(store._disk, DeafDisk)
+        store._disk.deaf = True
+        await put_chain(store, 1, 2)
+        assert on_disk(store, 1, 2) == [False, False]
+        store._disk.deaf, clock.now = False, 6.0
+        await put(store, 9)  # the trial
+        assert await store.put(info_of(3, after=2, index=2), block_of(3)) is STORED
+        await store.flush(FLUSH_S)
+        assert on_disk(store, 1, 2, 3) == [True] * 3
+
+
+async def test_the_disk_takes_no_block_without_its_parent_and_a_start_drops_those_it_finds(tmp_path: Path) -> None:
+    orphan = info_of(2, after=1, index=1)
+    async with opened(tmp_path) as store:
+        assert store._writer is not None
+        assert store._disk is not None
+        await store._writer.add(orphan, block_of(2))
+        await store.flush(FLUSH_S)
+        assert on_disk(store, 2) == [False]
+        assert store.stats().refused == 1
+        store._disk.write(Changes(blocks=[(Entry(orphan, SLAB_BYTES, 0.0), block_of(2))]))
+    async with opened(tmp_path) as store:
+        assert where(store, 2) == [NONE]
+        assert store._writer is not None
+        assert await store._writer.settle()
+        assert store._disk is not None
+        assert store._disk.scan().entries == []
+
+
 async def test_what_follows_a_block_that_leaves_the_disk_leaves_memory_where_it_is_alone(tmp_path: Path) -> None:
     async with opened(tmp_path, memory_blocks=4) as store:
         await put_chain(store, 1, 2)
@@ -113,8 +158,7 @@ async def test_what_follows_a_block_that_leaves_the_disk_leaves_memory_where_it_
         assert await store.put(info_of(3, after=2, index=2), block_of(3)) is STORED
         await store.flush(FLUSH_S)
         assert where(store, 3) == [MEMORY]
-        assert store._writer is not None
-        store._writer.drop([key_of(1)])
+        store._upkeep.drop_from_disk([key_of(1)])
         assert where(store, 1, 2, 3) == [NONE] * 3
         store._memory.check()
 

@@ -211,6 +211,7 @@ async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_tria
         assert store.stats().write_failures == 2
         assert disk.num_full == 1_000 - 3  # the first block's three tries; the second was not tried at all
         assert caplog.text.count("stops writing for now, reading goes on: No space left on device") == 1
+        assert store.match([key_of(100), key_of(101)]) == [Tier.NONE, Tier.MEMORY]
         assert await get(store, 18, 19) == [Tier.DISK] * 2
         disk.num_full, clock.now = 0, 6.0
         await put(store, 102)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,50 @@ async def test_what_is_on_its_way_to_disk_never_gets_there(tmp_path: Path) -> No
         assert on_disk(store) == {key_of(50)}
         assert await put(store, 3) == [PutOutcome.STORED]
         assert on_disk(store) == {key_of(3), key_of(50)}
+
+
+class HesitantDisk(DiskTier):
+    """Looks at the device only while `gate` is open: the batch has been taken by then, and has no place yet."""
+
+    gate = threading.Event()
+
+    def may_grow(self, headroom_bytes: int) -> bool:
+        assert self.gate.wait(FLUSH_S)
+        return super().may_grow(headroom_bytes)
+
+
+async def test_a_block_that_is_deleted_as_its_transaction_begins_does_not_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path, make_disk=HesitantDisk) as store:
+        HesitantDisk.gate.clear()
+        await put(store, 1, flush=False)
+        await asyncio.sleep(0)
+        assert store._writer is not None
+        assert not store._writer.pending.has_queued()
+        deleting = asyncio.create_task(store.delete(Selector()))
+        await asyncio.sleep(0)
+        HesitantDisk.gate.set()
+        assert await deleting == (1, SLAB_BYTES)
+        await store.flush(FLUSH_S)
+        assert where(store, 1) == [NONE]
+        assert on_disk(store) == set()
+        assert store.stats().disk.num_blocks == 0
+
+
+async def test_what_follows_is_deleted_through_all_tiers_whosever_it_is(tmp_path: Path) -> None:
+    """1 is in both tiers, 2 on disk alone, and 3, which the disk refused, in memory alone."""
+    async with opened(tmp_path) as store:
+        await put(store, 1, tenant="a")
+        for number in (2, 3):
+            info = info_of(number, after=number - 1, index=number - 1, tenant="b")
+            assert await store.put(info, block_of(number)) is PutOutcome.STORED
+        await store.flush(FLUSH_S)
+        store._memory.discard(key_of(2))
+        assert store._memory.add(info, block_of(3), 0.0)
+        assert store._writer is not None
+        store._writer.drop([key_of(3)])
+        assert where(store, 1, 2, 3) == [MEMORY, DISK, MEMORY]
+        assert await store.delete(Selector(tenant="a")) == (3, 3 * SLAB_BYTES)
+        assert where(store, 1, 2, 3) == [NONE] * 3
 
 
 class DeafDisk(DiskTier):
