@@ -18,8 +18,9 @@ from dataclasses import dataclass
 MIN_WEIGHT = 1.0
 MAX_WEIGHT = 16.0
 # The logarithm of the weight moves by about this if every key of a ghost list comes back,
-ADAPTATION = 2.0
+ADAPTATION = 4.0
 MAX_STEP = 0.1  # and by no more than this for one key.
+GHOSTS_PER_BLOCK = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +111,9 @@ class EvictionQueue:
         self.resume(key, place)
 
     def remember_evicted(self, key: bytes, place: Place) -> None:
-        """A forgotten block that went to make room; as many are remembered as there are blocks."""
+        """A forgotten block that went to make room."""
         self._list_of(place).ghosts[key] = self._uses
-        while len(self._fresh.ghosts) + len(self._reused.ghosts) > max(self.num_blocks, 1):
+        while len(self._fresh.ghosts) + len(self._reused.ghosts) > GHOSTS_PER_BLOCK * max(self.num_blocks, 1):
             older = min(self._fresh, self._reused, key=_List.oldest_ghost)
             older.ghosts.popitem(last=False)
 

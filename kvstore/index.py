@@ -46,7 +46,7 @@ class TierIndex:
         self._chains = Chains()
         self._tenants = Tenants(capacity_bytes, quotas)
         self._expiries = Deadlines(self._expires_at)
-        self._overdue: set[bytes] = set()  # expired, but followed or pinned, and so still here
+        self._overdue: set[bytes] = set()  # came due while followed or pinned; looked at again once they may go
         self._pins = Deadlines(lambda key: self._entries[key].pinned_until)
         self._pinned: set[bytes] = set()
 
@@ -147,9 +147,6 @@ class TierIndex:
             entry.last_used = now
             entry.hits += 1
             self._tenants[entry.info.tenant].queue.hit(key, entry.place)
-            if key in self._overdue:
-                self._overdue.remove(key)
-                self._set_expiry(entry)
 
     def discard(self, key: bytes) -> list[bytes]:
         """Forgets the block and what follows it here, be it here itself or not, pinned or not; followers first."""

@@ -10,6 +10,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
+from kvrelay.errors import ConfigError
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
@@ -74,8 +75,15 @@ class KVStoreApp:
         )
 
 
+def _memory(config: KVStoreConfig) -> MemoryTier:
+    try:
+        return MemoryTier(config.memory_bytes, config.quotas())
+    except OSError as error:
+        raise ConfigError(f"kvstore memory_bytes {config.memory_bytes}: {error.strerror}; take less") from error
+
+
 def _store(config: KVStoreConfig) -> Store:
-    """Raises ConfigError if the path is in use or cannot be used."""
+    """Raises ConfigError if the path is in use or cannot be used, or the memory cannot be had."""
     options = StoreOptions(
         write_policy=WritePolicy(config.write_policy),
         reuse_hits=config.reuse_hits,
@@ -84,7 +92,7 @@ def _store(config: KVStoreConfig) -> Store:
         lifetimes=config.lifetimes(),
         namespace_ttl_s=parse_lifetime(config.namespace_ttl),
     )
-    memory = MemoryTier(config.memory_bytes, config.quotas())
+    memory = _memory(config)
     disk = None
     if config.path:
         path, disposable = Path(config.path), config.disk_disposable

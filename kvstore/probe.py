@@ -14,7 +14,7 @@ import lmdb
 
 
 def probe(path: str, map_bytes: int) -> int:
-    """Looks at every key, at the head of every value and at the free pages; changes nothing. Returns the keys."""
+    """Looks at every key and its place, and at free pages; changes nothing. How many keys there are."""
     num_keys = 0
     with lmdb.open(path, map_size=map_bytes, max_dbs=1, sync=False, metasync=False, create=False) as env:
         if (env.info()["last_pgno"] + 1) * env.stat()["psize"] > os.path.getsize(os.path.join(path, "data.mdb")):
@@ -29,12 +29,12 @@ def probe(path: str, map_bytes: int) -> int:
 
 
 def _walk(cursor: lmdb.Cursor) -> int:
+    """Where each value lies is looked up too, but not what is there: that would be a read from disk for each."""
     num_keys, last = 0, b""
-    for key, value in cursor:
+    for key, _ in cursor:
         here = bytes(key)
         if here <= last:
             raise lmdb.CorruptedError("keys are out of order")
-        bytes(value[:16])  # touches the page, which may be none
         num_keys, last = num_keys + 1, here
     return num_keys
 

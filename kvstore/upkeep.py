@@ -227,7 +227,9 @@ class Upkeep:
         return max((index.last_used(key) for index in self._indexes() if key in index), default=self._now())
 
     def _pinned_until(self, key: bytes) -> float:
-        return max((index.pinned_until(key) for index in self._indexes() if key in index), default=0.0)
+        pending = None if self._writer is None else self._writer.pending.get(key)
+        until = 0.0 if pending is None else pending.pinned_until
+        return max((index.pinned_until(key) for index in self._indexes() if key in index), default=until)
 
     def _describe(self, info: BlockInfo, now: float) -> HeldBlock:
         resident = self._memory.get(info.key)

@@ -96,8 +96,9 @@ def _drawn(scale: _Scale, line: Line, colour: str, thick: bool, label_y: float) 
 def _spread(labels: Sequence[tuple[float, str]], gap: float = 14.0) -> dict[str, float]:
     """Labels in their order from top to bottom, none upon another, none below the chart."""
     placed: dict[str, float] = {}
-    below = HEIGHT - BOTTOM + gap
-    for y, name in sorted(labels, reverse=True):
-        below = min(y, below - gap)
-        placed[name] = below
-    return placed
+    above = -math.inf
+    for y, name in sorted(labels):
+        above = max(y, above + gap)
+        placed[name] = above
+    too_low = max(0.0, above - (HEIGHT - BOTTOM))
+    return {name: y - too_low for name, y in placed.items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 
-from bench.store.chart import Line, line_chart
+from bench.store.chart import BOTTOM, HEIGHT, TOP, Line, line_chart
 from bench.store.foresight import ForesightCache
 from bench.store.mooncake import TRACES, num_distinct, read_trace
 from bench.store.policies import NOWHERE, POLICIES, Cache
@@ -86,3 +89,14 @@ def test_a_chart_names_every_line_and_its_axes() -> None:
     for text in ("A &lt;title&gt;", ">a</text>", ">b</text>", ">most</text>", ">10</text>", ">100</text>"):
         assert text in svg
     assert svg.count("<polyline") == 2
+
+
+def test_names_of_lines_that_end_together_are_apart_and_within_the_chart() -> None:
+    for y in (0, 9):
+        lines = [Line(f"line{number}", [(10, 1), (100, y)]) for number in range(8)]
+        svg = line_chart("", lines, emphasis="line0", ceiling=("most", 9))
+        ys = sorted(float(found) for found in re.findall(r'y="([0-9.-]+)" fill="#[0-9a-f]{6}"[^>]*>line', svg))
+        assert len(ys) == 8
+        assert all(after - before >= 13.9 for before, after in itertools.pairwise(ys))
+        assert ys[0] > TOP
+        assert ys[-1] <= HEIGHT - BOTTOM + 4

@@ -62,6 +62,32 @@ def test_a_hit_makes_a_chain_the_last_to_go() -> None:
     assert (index.hits(keys("a", 0)[0]), index.last_used(keys("a", 1)[0])) == (1, 5.0)
 
 
+def test_regulars_outlive_a_scan_once_they_were_missed() -> None:
+    """Under LRU the scan, which is larger than the tier, would drop them every time."""
+    index = index_of(20)
+    held = []
+    for round_ in range(40):
+        held.append(sum(key in index for key in keys("r", *range(10))))
+        index.hit(keys("r", *range(10)), 0.0)
+        put(index, [info for info in chain("r", 10) if info.key not in index])
+        for number in range(15):
+            put(index, chain(f"scan{round_}-{number}-", 1))
+    assert held[1] < 10
+    assert held[-1] == 10
+
+
+def test_what_continues_a_reused_chain_is_expected_to_be_reused_but_a_branch_of_it_is_not() -> None:
+    """A conversation's next turn goes on with its tail; a new prompt branches off a shared system prompt."""
+    index = index_of(5)
+    put(index, chain("a", 1))
+    index.hit(keys("a", 0), 0.0)
+    put(index, chain("a", 1, start=1))
+    branch = BlockInfo(keys("branch", 1)[0], keys("a", 0)[0], 1, "default", 0.0)
+    put(index, [branch, *chain("b", 1), *chain("c", 1)])
+    index._tenants["default"].queue.weight = 16.0
+    assert index.make_room(2, "default", 0.0) == [branch.key, *keys("b", 0)]
+
+
 def test_hits_on_what_is_not_here_are_passed_over() -> None:
     index = index_of(4)
     put(index, chain("a", 1))
@@ -191,6 +217,17 @@ def test_an_expired_block_that_is_used_all_the_same_lives_on() -> None:
     index.expire(6.0)
     index.hit(keys("a", 0), 7.0)
     index.discard(keys("a", 1)[0])
+    assert index.expire(11.9) == []
+    assert index.expire(12.0) == keys("a", 0)
+
+
+def test_an_expired_block_that_was_dropped_and_stored_again_starts_anew() -> None:
+    index = index_of(4)
+    put(index, chain("a", 1, ttl_s=5.0) + chain("a", 1, start=1))
+    index.expire(6.0)
+    index.discard(keys("a", 0)[0])
+    index.check()
+    put(index, chain("a", 1, ttl_s=5.0), now=7.0)
     assert index.expire(11.9) == []
     assert index.expire(12.0) == keys("a", 0)
 

@@ -1,5 +1,6 @@
 """KS-10: a time to live holds in every path, is begun anew by use alone, and outlives restarts and set clocks."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -108,6 +109,26 @@ async def test_expired_bytes_leave_the_disk_although_nobody_asks(tmp_path: Path)
         assert store._disk is not None
         assert await store._writer.settle()
         assert {one.info.key for one in store._disk.scan().entries} == {key_of(3)}
+
+
+async def test_a_running_store_sees_to_it_by_itself_and_outlives_a_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstore.store.TICK_S", 0.001)
+    ticked = asyncio.Event()
+    num_ticks = 0
+
+    def tick() -> None:
+        nonlocal num_ticks
+        num_ticks += 1
+        if num_ticks == 1:
+            raise RuntimeError("of no importance")
+        ticked.set()
+
+    async with opened(None) as store:
+        store._upkeep.tick = tick  # type: ignore[method-assign]
+        await asyncio.wait_for(ticked.wait(), 10.0)
+    assert "upkeep failed; it is tried again" in caplog.text
 
 
 async def test_a_namespace_that_nobody_uses_ages_out(tmp_path: Path) -> None:

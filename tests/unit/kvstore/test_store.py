@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvrelay.types import Tier
 from kvstore import record
@@ -322,53 +320,3 @@ async def test_a_get_that_is_left_early_leaves_no_read_behind(tmp_path: Path) ->
         await found.aclose()
         await asyncio.sleep(0)
         assert store._readers._work_queue.empty()
-
-
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), st.integers(0, 150)),
-        st.tuples(st.just("get"), st.integers(0, 150)),
-        st.tuples(st.just("rot"), st.integers(0, 150)),
-        st.tuples(st.just("flush"), st.just(0)),
-        st.tuples(st.just("restart"), st.just(0)),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=25)
-@given(operations)
-def test_whatever_happens_a_get_serves_the_bytes_that_were_put(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
-) -> None:
-    path = tmp_path_factory.mktemp("store")
-    asyncio.run(run_steps(path, steps))
-
-
-async def run_steps(path: Path, steps: list[tuple[str, int]]) -> None:
-    put_numbers: set[int] = set()
-    steps_taken = len(steps)
-    while steps:
-        async with opened(path, memory_blocks=3, disk_bytes=MIN_DISK_BYTES) as store:
-            while steps:
-                step, number = steps.pop(0)
-                if step == "put":
-                    await put(store, *range(number, number + 5), flush=False)
-                    put_numbers.update(range(number, number + 5))
-                elif step == "get":
-                    served = await get(store, *range(number, number + 5))
-                    assert set(range(number, number + len(served))) <= put_numbers
-                elif step == "rot" and store._disk is not None:
-                    with store._disk._env.begin(write=True) as txn:
-                        if txn.get(key_of(number)):
-                            txn.put(key_of(number), record.pack(key_of(number), block_of(number + 1)))
-                elif step == "flush":
-                    await store.flush(FLUSH_S)
-                elif step == "restart":
-                    break
-                stats = store.stats()
-                assert stats.memory.num_bytes <= stats.memory.capacity_bytes
-                assert stats.disk.num_bytes <= stats.disk.capacity_bytes
-                assert stats.write_failures == 0
-    if steps_taken:
-        assert (path / "data.mdb").stat().st_size <= MIN_DISK_BYTES

@@ -72,6 +72,7 @@ async def test_a_block_that_is_pinned_on_its_way_to_disk_is_pinned_there(tmp_pat
     async with opened(tmp_path, memory_blocks=0, disk_bytes=1 << 20) as store:
         await put(store, 1, flush=False)
         assert store.pin([key_of(1)], 60.0) == 1
+        assert [held.pinned_s for held in store.list()] == [60.0]
         await put(store, *range(100, 300))
         assert where(store, 1) == [DISK]
 
