@@ -56,7 +56,7 @@ async def running(cluster: Cluster) -> AsyncIterator[Asker]:
             raise WorkerFailedError(f"{type(error).__name__}: {error}\n{cluster.logs()}\n{error}") from error
 
 
-def make_cluster(model: Path, directory: Path, num_blocks: int, *, with_store: bool, **more: object) -> Cluster:
+def make_cluster(model: Path, directory: Path, num_blocks: int, *, with_store: bool) -> Cluster:
     """One node of each role. `num_blocks` of its pool are so few that one long prompt drives out another."""
     return _make(Cluster, model, directory, num_blocks, with_store)
 

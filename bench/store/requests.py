@@ -45,6 +45,7 @@ LATER = "the next one"
 TTFT_MS = "first token, ms"
 PUT_SHARE = "of their blocks, put in the end, %"
 SPARE_BLOCKS = 4
+MANY_FRAMES = 10_000  # more than pass
 WARM_UP_TOKENS = 128
 NUM_WAKING = 6
 NUM_PLAIN = 5  # prompts that are asked without a store
@@ -128,22 +129,21 @@ class _Faults:
     @contextmanager
     def _fault(self, line: str) -> Iterator[None]:
         store = self._asker.store
-        match line:
-            case "stopped":
-                store.kill()
-                yield
-                restart(store)
-            case "stuck":
-                store.signal(signal.SIGSTOP)
-                yield
-                store.signal(signal.SIGCONT)
-            case _:
-                if line == SLOW:
-                    self._proxy.throttle(MB)
-                else:
-                    self._proxy.corrupt(direction=Direction.TO_CLIENT, num_frames=10_000)
-                yield
-                self._proxy.heal()
+        if line == STOPPED:
+            store.kill()
+            yield
+            restart(store)
+        elif line == STUCK:
+            store.signal(signal.SIGSTOP)
+            yield
+            store.signal(signal.SIGCONT)
+        else:
+            if line == SLOW:
+                self._proxy.throttle(MB)
+            else:
+                self._proxy.corrupt(direction=Direction.TO_CLIENT, num_frames=MANY_FRAMES)
+            yield
+            self._proxy.heal()
 
 
 async def _warm_up(asker: Asker, draw: Prompts) -> None:
