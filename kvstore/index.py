@@ -270,8 +270,10 @@ class TierIndex:
         entry = self._entries.get(key)
         if entry is None or not self._is_free(entry):
             return
-        self._tenants[entry.info.tenant].queue.resume(key, entry.place)
-        self._tenants.settle(entry.info.tenant)
+        queue = self._tenants[entry.info.tenant].queue
+        if key not in queue:
+            queue.resume(key, entry.place)
+            self._tenants.settle(entry.info.tenant)
         if key in self._overdue:
             self._overdue.remove(key)
             self._set_expiry(entry)

@@ -105,6 +105,13 @@ def test_the_parent_of_what_is_to_come_stays() -> None:
     assert index.make_room(2, "default", 0.0) == keys("a", 0)
 
 
+def test_a_parent_that_was_kept_does_not_go_sooner_for_it() -> None:
+    index = index_of(3)
+    put(index, chain("a", 1) + chain("b", 1) + chain("c", 1))
+    assert index.make_room(1, "default", 0.0, keep=keys("c", 0)) == keys("a", 0)
+    assert index.make_room(2, "default", 0.0) == keys("b", 0)
+
+
 def test_when_room_cannot_be_made_nothing_changes() -> None:
     index = index_of(5)
     put(index, chain("a", 3, ttl_s=10.0) + chain("b", 2))
