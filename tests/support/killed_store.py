@@ -1,7 +1,7 @@
 """A process with a store that puts until it is killed; run as a script, it forks one for each line it reads.
 
-Each child says its pid, opens the store, proves every block there and that none is there without its parent, says so, then puts
-chains of blocks, waits for the disk, and says which block was the last one that the disk has.
+Each child says its pid, opens the store, proves every block there and that none is there without its parent, says so,
+then puts chains of blocks, waits for the disk, and says which block was the last one that the disk has.
 """
 
 from __future__ import annotations
