@@ -96,6 +96,15 @@ class Promises:
             promise = promises.pop(request_id, None)
             if promise is not None and promises is self._soon:
                 self._num_soon -= promise.num_places
+            if promise is not None and promise.due == self._last_due:
+                self._last_due = self._latest_due()
+
+    def _latest_due(self) -> float:
+        """Or else who comes next would go on being told to wait behind those that came early, and are served."""
+        for promises in (self._later, self._soon):
+            if promises:
+                return promises[next(reversed(promises))].due
+        return 0.0
 
     def _is_due(self, request_id: str, now: float) -> bool:
         """A moment before is in time: clocks differ."""
