@@ -105,6 +105,17 @@ def test_nobody_waits_behind_one_that_came_early_and_got_in() -> None:
     assert promises.tell("f", 1, 0, pace, 1.0, now=0.0) == pytest.approx(12.5)
 
 
+def test_one_that_wants_more_than_it_was_promised_is_promised_anew() -> None:
+    promises, pace = Promises(), FixedPace(2.0)
+    for request_id in "ab":
+        promises.tell(request_id, 1, 0, pace, 1.0, now=0.0)
+    assert promises.num_kept("a", pace, 2.5, num_places=1) == 0
+    assert promises.num_kept("a", pace, 2.5, num_places=2) == 2, "not the other's place too"
+    assert promises.tell("a", 2, 0, pace, 1.0, now=2.5) == pytest.approx(7.5), "5 s after the other"
+    assert promises.num_kept("new", pace, 2.5) == 1 + 2
+    assert promises.num_kept("a", pace, 10.0, num_places=2) == 0
+
+
 def test_who_chose_no_id_is_promised_nothing() -> None:
     promises, pace = Promises(), steady(2.0)
     assert promises.tell("", 1, 0, pace, 1.0, now=0.0) == pytest.approx(2.5)
