@@ -29,4 +29,10 @@ class CoordinatorConfig(RoleConfig):
     no_node_wait_s: float = option(
         5.0, "longest wait of an accepted request while no node of a role it needs is ready", unit="s", minimum=0.1
     )
+    cluster_secret_file: str = option(
+        "",
+        "file with a secret, the same for all coordinators, that enters the name of every cached block, so that nobody "
+        "can compute one from its tokens; after a change nothing cached before is found; none: no secret",
+        unit="file",
+    )
     request_timeout_s: float = option(600.0, "longest life of a request", unit="s", minimum=0.1)

@@ -22,7 +22,7 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.placement import Limits
 from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
-from coordinator.tenants import DEFAULT_TENANT
+from coordinator.tenants import Salts, Tenant
 from coordinator.text import Text
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import (
@@ -53,12 +53,14 @@ class FrontDoor:
         admission: Admission,
         metrics: CoordinatorMetrics,
         instance_id: InstanceId,
+        salts: Salts,
     ) -> None:
         self.text = text
         self._config = config
         self._cluster = cluster
         self._admission = admission
         self._metrics = metrics
+        self._salts = salts
         self._limits = Limits(
             max_queue_wait_s=config.max_queue_wait_s,
             max_retries=config.max_retries,
@@ -95,19 +97,21 @@ class FrontDoor:
             raise UnavailableError("no prefill or decode node has joined; try again when the cluster is up")
         return replace(model, name=self.text.model_name)
 
-    async def accept(self, request: GenerateRequest) -> RunningRequest:
+    async def accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
         """Checks everything that can be known now, takes a place in the queue for each answer and starts the request.
+        `tenant` is who sent it.
 
         Raises KVRelayError; then nothing of the request is left.
         """
         try:
-            return await self._accept(request)
+            return await self._accept(request, tenant)
         except KVRelayError as error:
             self._metrics.failed(error.code)
             raise
 
-    async def _accept(self, request: GenerateRequest) -> RunningRequest:
+    async def _accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
         self._check_n(request)
+        scope = self._salts.scope(tenant, request)
         self._check_open(request.n)
         model = self.model(request.model)
         request_id = _settle_request_id(request.request_id)
@@ -117,7 +121,8 @@ class FrontDoor:
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
-        return self._start(self._choices_of(request_id, prompt_ids, sampling, model, request.n))
+        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
+        return self._start(self._choices_of(accepted, request.n))
 
     def cancel(self, request_id: str) -> None:
         """Raises NotFoundError when no such request runs."""
@@ -163,16 +168,15 @@ class FrontDoor:
         settled.validate(model.vocab_size)  # min_tokens against the settled max_tokens
         return settled
 
-    def _choices_of(
-        self, request_id: RequestId, prompt_ids: tuple[int, ...], sampling: SamplingParams, model: ModelInfo, n: int
-    ) -> list[AcceptedRequest]:
+    def _choices_of(self, accepted: AcceptedRequest, n: int) -> list[AcceptedRequest]:
         """One for each answer; nodes know each by an id of its own."""
-        assert sampling.seed is not None
+        seed = accepted.sampling.seed
+        assert seed is not None
         choices = []
         for index in range(n):
-            node_id = RequestId(request_id[:MAX_NODE_ID_PREFIX] + next(self._node_ids))
-            drawing = replace(sampling, seed=fork_seed(sampling.seed, index))
-            choices.append(AcceptedRequest(request_id, node_id, prompt_ids, drawing, model, DEFAULT_TENANT.salt))
+            node_id = RequestId(accepted.request_id[:MAX_NODE_ID_PREFIX] + next(self._node_ids))
+            drawing = replace(accepted.sampling, seed=fork_seed(seed, index))
+            choices.append(replace(accepted, node_request_id=node_id, sampling=drawing))
         return choices
 
     def _start(self, accepted: list[AcceptedRequest]) -> RunningRequest:

@@ -11,10 +11,12 @@ from coordinator.admission import Admission
 from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
 from coordinator.front_door import FrontDoor
+from coordinator.identity import Identify, identify
 from coordinator.members import Members
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
+from coordinator.tenants import Salts, read_secret
 from coordinator.text import Text
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
@@ -23,11 +25,19 @@ from kvrelay.types import InstanceId, Role
 
 
 class Coordinator:
-    """Ready while it has a ready prefill node and a ready decode node. Raises ModelFileError for a bad tokenizer."""
+    """Ready while it has a ready prefill node and a ready decode node. Raises ModelFileError for a bad tokenizer,
+    ConfigError for a secret that cannot be read.
+    """
 
     service_names = SERVICE_NAMES
 
-    def __init__(self, config: CoordinatorConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        instance_id: InstanceId,
+        registry: CollectorRegistry,
+        identify: Identify = identify,
+    ) -> None:
         tokenizer = load_tokenizer(config.model)
         text = Text(tokenizer, config.model_name or config.model.name.removesuffix(".gguf"))
         self._text = text
@@ -38,8 +48,9 @@ class Coordinator:
         self._cluster = Cluster(members, self._nodes, self._changed)
         self._metrics = CoordinatorMetrics(registry)
         self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
-        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id)
-        self._inference = InferenceService(self.door, config.default_max_tokens)
+        salts = Salts(read_secret(config.cluster_secret_file))
+        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id, salts)
+        self._inference = InferenceService(self.door, config.default_max_tokens, identify)
         self._membership = ClusterService(self._cluster, self.door, instance_id)
 
     def register(self, server: grpc.aio.Server) -> None:

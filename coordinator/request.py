@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.answer import Answer
 from coordinator.circuits import Party
 from coordinator.members import Member
+from coordinator.tenants import CacheScope
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
 from kvrelay.inference import RequestFinished, Timing, Usage
@@ -25,7 +26,7 @@ class AcceptedRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     model: ModelInfo
-    tenant_salt: bytes
+    scope: CacheScope
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class RequestState:
         self.avoid: set[Party] = set()
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
-        self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.tenant_salt)
+        self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)
         self._hashes: list[BlockHash] = []
 
     @property
@@ -99,13 +100,20 @@ class RequestState:
         self._hashes += block_hashes(parent, rest, block_tokens)
         return list(self._hashes)
 
+    def prefix_hash(self) -> bytes:
+        """Of the prompt's last full block; empty when it has none."""
+        num_full = len(self.accepted.prompt_ids) // self.accepted.model.layout.block_tokens
+        return self.hashes()[num_full - 1] if num_full else b""
+
     def node_request(self) -> NodeRequest:
         return NodeRequest(
             request_id=self.accepted.node_request_id,
             token_ids=self.token_ids,
             num_prompt_tokens=len(self.accepted.prompt_ids),
             sampling=replace(self.accepted.sampling, stop=()),
-            tenant_salt=self.accepted.tenant_salt,
+            tenant_salt=self.accepted.scope.salt,
+            tenant=self.accepted.scope.tenant,
+            cache_ttl_s=self.accepted.scope.ttl_s,
         )
 
     def note_cached(self, cached: CachedTokens) -> None:
@@ -143,6 +151,7 @@ class RequestState:
             handoff_bytes=account.handoff_bytes,
             stop_string=answer.stop_string,
             retries=account.num_retries,
+            prefix_hash=self.prefix_hash(),
         )
 
 

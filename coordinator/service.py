@@ -9,6 +9,7 @@ import grpc
 
 from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
+from coordinator.identity import Context, Identify
 from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -19,17 +20,19 @@ SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, door: FrontDoor, default_max_tokens: int) -> None:
+    def __init__(self, door: FrontDoor, default_max_tokens: int, identify: Identify) -> None:
         self._door = door
+        self._identify = identify
         self._default_max_tokens = default_max_tokens
 
     def register(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
 
     async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+        self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
-        running = await self._door.accept(convert_inference.generate_request_from_pb(request))
+        wanted = convert_inference.generate_request_from_pb(request)
+        running = await self._door.accept(wanted, self._identify(context))
         try:
             async for event in running.events():
                 yield convert_inference.generate_event_to_pb(event)

@@ -16,6 +16,7 @@ from kvrelay.answer_printer import AnswerPrinter
 from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.client_answer import ClientAnswer, describe, facts
 from kvrelay.client_command import make_parser, refuse, run, write
+from kvrelay.duration import ttl_argument
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
@@ -51,6 +52,9 @@ async def _ask(options: argparse.Namespace, prompt: Prompt, sampling: SamplingPa
             request_id=options.request_id,
             model=options.model,
             n=options.n,
+            cache_salt=options.cache_salt,
+            public_cache=options.public_cache,
+            cache_ttl_s=options.cache_ttl,
             timeout_s=options.timeout,
         )
         answer = await _collect(events, printer)
@@ -137,6 +141,23 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is no bias; write ID=X, such as 42=-1.5") from error
 
 
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """`cache_salt`, `public_cache` and `cache_ttl`: whose cached KV a prompt may find, and how long its own is kept."""
+    caching = parser.add_argument_group("with whom cached KV is shared, and for how long")
+    scope = caching.add_mutually_exclusive_group()
+    scope.add_argument("--cache-salt", metavar="TEXT", help="only with requests that give the same; default: no salt")
+    scope.add_argument(
+        "--public-cache", default="", metavar="NAME", help="with every tenant that names the same; default: none"
+    )
+    caching.add_argument(
+        "--cache-ttl",
+        type=ttl_argument,
+        metavar="TIME",
+        help="time a kvstore keeps the prompt's blocks after their last use: 5m, 1h or none (no end); default: the "
+        "tenant's",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ask", "Ask a running cluster; the answer streams, then a line of facts follows.")
     parser.add_argument("prompt", nargs="?", metavar="TEXT", help='the question; "-" reads it from stdin')
@@ -148,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--request-id", default="", metavar="ID", help="id to cancel by; default: one is chosen")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to ask for, up to 128; default 1")
     parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
+    add_cache_arguments(parser)
     drawing = parser.add_argument_group("how tokens are drawn, and when the answer ends")
     for flag, kind, text in (
         ("--max-tokens", int, "tokens to generate at most"),

@@ -64,16 +64,22 @@ class AsyncClient:
         request_id: str = "",
         model: str = "",
         n: int = 1,
+        cache_salt: str | None = None,
+        public_cache: str = "",
+        cache_ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[AnswerEvent, None]:
         """The answer as it grows; RequestFinished is the last event.
 
         Of `n` answers the events come mixed, each with the index of its own; ChoiceFinished ends one. Answer i draws
-        with kvrelay.sampling.fork_seed(seed, i).
+        with kvrelay.sampling.fork_seed(seed, i). What the `cache` arguments mean is in
+        kvrelay.inference.GenerateRequest.
 
         Raises what refused the request or ended it. Use contextlib.aclosing around it to leave it early.
         """
-        request = GenerateRequest(prompt, sampling or SamplingParams(), request_id, model, n)
+        request = GenerateRequest(
+            prompt, sampling or SamplingParams(), request_id, model, n, cache_salt, public_cache, cache_ttl_s
+        )
         call = self._inference.Generate(convert_inference.generate_request_to_pb(request), timeout=timeout_s)
         async with _AnswerReplies(call, self._address) as events:
             async for event in events:
@@ -161,10 +167,23 @@ class Client:
         request_id: str = "",
         model: str = "",
         n: int = 1,
+        cache_salt: str | None = None,
+        public_cache: str = "",
+        cache_ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[AnswerEvent]:
         """As AsyncClient.generate; leaving the loop cancels the request."""
-        events = self._client.generate(prompt, sampling, request_id=request_id, model=model, n=n, timeout_s=timeout_s)
+        events = self._client.generate(
+            prompt,
+            sampling,
+            request_id=request_id,
+            model=model,
+            n=n,
+            cache_salt=cache_salt,
+            public_cache=public_cache,
+            cache_ttl_s=cache_ttl_s,
+            timeout_s=timeout_s,
+        )
         try:
             while (event := self._wait(_next(events))) is not None:
                 yield event

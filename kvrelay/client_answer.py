@@ -117,6 +117,7 @@ def describe(answer: ClientAnswer) -> dict[str, Any]:
         "nodes": {"prefill": finished.prefill_node, "decode": finished.decode_node},
         "handoff_bytes": finished.handoff_bytes,
         "retries": finished.retries,
+        "prefix_hash": finished.prefix_hash.hex(),
     }
 
 

@@ -64,7 +64,7 @@ def option(
 
     `unit` is shown beside the help; "bytes" makes an int field take sizes such as 512MiB, "host:port" makes a str
     field take nothing but an address (or "") and a tuple[str, ...] field any number of different ones, written with
-    commas between (in the file also as an array), and "directory" says what a str field names.
+    commas between (in the file also as an array), and "directory" and "file" say what a str field names.
     """
     metadata = {"option": Option(help, unit, tuple(choices), minimum, maximum)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -216,7 +216,9 @@ def _argument(field: _Field) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "help": help_text}
     names = {int: "N", float: "X", Path: "PATH"}
     metavar = "{" + ",".join(field.option.choices) + "}" if field.option.choices else names.get(field.type, "TEXT")
-    metavar = {"bytes": "SIZE", "host:port": "HOST:PORT", "directory": "DIR"}.get(field.option.unit, metavar)
+    metavar = {"bytes": "SIZE", "host:port": "HOST:PORT", "directory": "DIR", "file": "FILE"}.get(
+        field.option.unit, metavar
+    )
     metavar += ",..." if _takes_many(field) else ""
     return {"metavar": metavar, "help": help_text}
 

@@ -48,6 +48,10 @@ class GenerateRequest:
     """As a client sends it. `request_id` empty: the coordinator chooses; `model` empty: the only one served.
 
     `n` answers are asked for; answer i draws with fork_seed(seed, i).
+
+    Cached KV is shared within the tenant, by requests of the same `cache_salt` (None: no salt); with every tenant if
+    `public_cache` names where. `cache_ttl_s` is how long a kvstore keeps the prompt's blocks after their last use: None
+    for the tenant's own time, 0 for no end.
     """
 
     prompt: Prompt | None
@@ -55,6 +59,9 @@ class GenerateRequest:
     request_id: str = ""
     model: str = ""
     n: int = 1
+    cache_salt: str | None = None
+    public_cache: str = ""
+    cache_ttl_s: float | None = None
 
     def check_n(self) -> None:
         """Raises InvalidRequestError, naming value and what is allowed."""
@@ -114,7 +121,7 @@ class RequestFinished:
     """`prefill_node` and `decode_node` are the addresses that computed the answer; empty where none was needed.
 
     Of several answers it tells of the first one; `usage.completion_tokens`, `timing.total_s`, `handoff_bytes` and
-    `retries` are of all.
+    `retries` are of all. `prefix_hash` names the prompt's full blocks in a kvstore; empty when it has none.
     """
 
     reason: FinishReason
@@ -125,6 +132,7 @@ class RequestFinished:
     handoff_bytes: int = 0
     stop_string: str = ""
     retries: int = 0
+    prefix_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

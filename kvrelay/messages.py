@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.sampling import GeneratedToken, SamplingParams
-from kvrelay.types import CachedTokens, FinishReason, InstanceId, RequestId, ReservationId
+from kvrelay.types import DEFAULT_TENANT, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,9 @@ class NodeRequest:
     """A request as nodes see it: ids only.
 
     `token_ids` are the prompt, followed by earlier output when the request is resumed elsewhere.
-    `sampling` has seed and max_tokens set; stop strings are the coordinator's affair.
+    `sampling` has seed and max_tokens set; stop strings are the coordinator's affair. `tenant_salt` names the blocks;
+    `tenant` is whose quota of a kvstore they use there, for `cache_ttl_s` after their last use (None: as for all of the
+    tenant's; 0: no end).
     """
 
     request_id: RequestId
@@ -21,6 +23,8 @@ class NodeRequest:
     num_prompt_tokens: int
     sampling: SamplingParams
     tenant_salt: bytes = b""
+    tenant: str = DEFAULT_TENANT
+    cache_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ and `cluster` (what a node says of itself); `kvrelay.rpc.convert_*` map all of i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -17,6 +18,10 @@ ReservationId = NewType("ReservationId", str)
 InstanceId = NewType("InstanceId", str)  # new at every start of a process
 BlockId = NewType("BlockId", int)  # index into a node's pool
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes; see kvrelay.kv.hashing
+
+
+DEFAULT_TENANT = "default"  # whose a request is while nobody proves to be another one
+MAX_TENANT_CHARS = 64
 
 
 class Role(Enum):
@@ -73,3 +78,17 @@ def check_token_id(name: str, token_id: int, vocab_size: int) -> None:
     """Raises InvalidRequestError unless 0 <= token_id < vocab_size."""
     if not 0 <= token_id < vocab_size:
         raise InvalidRequestError(f"{name} holds {token_id}; token ids are in [0, {vocab_size})")
+
+
+def check_tenant_name(tenant: str) -> None:
+    """Raises InvalidRequestError unless it is 1 to 64 printable characters."""
+    if not (1 <= len(tenant) <= MAX_TENANT_CHARS and tenant.isprintable()):
+        raise InvalidRequestError(
+            f"tenant is {tenant[:MAX_TENANT_CHARS]!r}; allowed are 1 to {MAX_TENANT_CHARS} printable characters"
+        )
+
+
+def check_ttl_s(name: str, ttl_s: float | None) -> None:
+    """A time to live in seconds: None leaves it to others, 0 has no end. Raises InvalidRequestError."""
+    if ttl_s is not None and not 0 <= ttl_s < math.inf:
+        raise InvalidRequestError(f"{name} is {ttl_s:g}; allowed is a number of seconds of at least 0 (0: no end)")

@@ -1,8 +1,9 @@
 """The store's directory: one process at a time, and whether what lies there can be trusted.
 
-LMDB runs without fsync, because a cache may lose blocks but must not wait for the disk. A killed process loses
-nothing then, but a crash of the machine can leave any page old. So a state file says whether the environment was
-closed and synced, or under which boot of the machine it was open: an environment left open under another boot is
+A durable environment syncs each transaction and always can: a crash of the machine loses its last one at most. A
+disposable one runs without fsync, for a cache may lose blocks; a killed process loses nothing then either, but a crash
+of the machine can leave any page old. So a state file says in which way the environment was open, and whether it was
+closed and synced, or under which boot of the machine it was open: a disposable one left open under another boot is
 deleted, not read.
 """
 
@@ -12,6 +13,8 @@ import fcntl
 import json
 import logging
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from kvrelay.errors import ConfigError
@@ -19,7 +22,8 @@ from kvrelay.errors import ConfigError
 LOCK_FILE = "kvstore.lock"
 STATE_FILE = "kvstore.state"
 DATA_FILES = ("data.mdb", "lock.mdb")
-STATE_VERSION = 1  # of the records and of the state file; another one is not read
+COMPACT_DIRECTORY = "compact"  # a file written anew, until it takes the place of the other
+STATE_VERSION = 2  # of the records, the entries and the state file; another one is not read
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +39,11 @@ def current_boot_id() -> str:
 class StoreDirectory:
     """Holds the directory from construction to `close`. Raises ConfigError if it cannot be had."""
 
-    def __init__(self, path: Path, boot_id: str) -> None:
+    def __init__(self, path: Path, boot_id: str, *, disposable: bool = False) -> None:
         self.path = path
+        self.num_wipes = 0  # times that what lay here was deleted
         self._boot_id = boot_id
+        self._disposable = disposable
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -52,22 +58,34 @@ class StoreDirectory:
     def open_state(self) -> None:
         """Deletes what cannot be trusted and records that the environment is open under this boot.
 
-        Raises ConfigError when that cannot be recorded.
+        Raises ConfigError when that cannot be recorded; a durable one that was durable before can do without.
         """
         state = self._read_state()
-        trusted = bool(state) and (state.get("clean") is True or state.get("boot_id") == self._boot_id != "")
-        if not trusted and self.data_bytes() > 0:
-            self.wipe("it was not closed before the machine went down, or its state is unknown")
+        if not self._trusts(state) and self.data_bytes() > 0:
+            self.wipe("it was not closed before the machine went down, or its state or version is unknown")
+        shutil.rmtree(self.path / COMPACT_DIRECTORY, ignore_errors=True)
         try:
             self._write_state(clean=False)
         except OSError as error:
-            raise ConfigError(f"kvstore path {self.path} cannot be written: {error.strerror}") from error
+            if self._disposable or state.get("durable") is not True:
+                raise ConfigError(f"kvstore path {self.path} cannot be written: {error.strerror}") from error
+            logger.warning("kvstore at %s can be read, but not written: %s", self.path, error.strerror)
 
     def wipe(self, reason: str) -> None:
         """Deletes the environment; the caller has it closed."""
+        self.num_wipes += 1
         logger.warning("kvstore starts empty at %s: %s", self.path, reason)
         for name in DATA_FILES:
             (self.path / name).unlink(missing_ok=True)
+
+    def replace_data(self, replacement: Path) -> None:
+        """Puts a closed, synced environment in the place of the closed one. Raises OSError.
+
+        The old lock file knows the old one's transactions; without it LMDB starts from what the new file says.
+        """
+        (self.path / DATA_FILES[1]).unlink(missing_ok=True)
+        (replacement / DATA_FILES[0]).replace(self.path / DATA_FILES[0])
+        self.sync()
 
     def data_bytes(self) -> int:
         data = self.path / DATA_FILES[0]
@@ -83,6 +101,12 @@ class StoreDirectory:
         finally:
             os.close(self._lock_fd)
 
+    def _trusts(self, state: dict[str, object]) -> bool:
+        if not state:
+            return False
+        same_boot = state.get("boot_id") == self._boot_id != ""
+        return state.get("clean") is True or state.get("durable") is True or same_boot
+
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,8 +115,9 @@ class StoreDirectory:
             raise ConfigError(
                 f"kvstore path {self.path} is in use by another process (pid {holder}); stop it or choose another path"
             ) from error
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full device: whoever comes second is not told which process it was, that is all
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _read_state(self) -> dict[str, object]:
         """{} if there is none, or none that this version understands."""
@@ -106,13 +131,22 @@ class StoreDirectory:
 
     def _write_state(self, *, clean: bool) -> None:
         """Durable before it returns: what follows relies on it."""
-        state = {"version": STATE_VERSION, "boot_id": self._boot_id, "clean": clean}
+        state = {
+            "version": STATE_VERSION,
+            "boot_id": self._boot_id,
+            "clean": clean,
+            "durable": not self._disposable,
+        }
         temporary = self.path / f"{STATE_FILE}.new"
         with temporary.open("wb") as file:
             file.write(json.dumps(state).encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path / STATE_FILE)
+        self.sync()
+
+    def sync(self) -> None:
+        """Makes what was renamed or deleted in the directory durable. Raises OSError."""
         directory_fd = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(directory_fd)

@@ -149,10 +149,8 @@ class TierIndex:
             self._tenants[entry.info.tenant].queue.hit(key, entry.place)
 
     def discard(self, key: bytes) -> list[bytes]:
-        """Forgets the block and what follows it here, pinned or not; returns them, followers first."""
-        if key not in self._entries:
-            return []
-        keys = self._chains.deepest_first(key)
+        """Forgets the block and what follows it here, be it here itself or not, pinned or not; followers first."""
+        keys = [here for here in self._chains.deepest_first(key) if here in self._entries]
         for gone in keys:
             self._forget(self._entries[gone])
         return keys

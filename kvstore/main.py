@@ -10,6 +10,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
+from kvrelay.errors import ConfigError
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
@@ -18,10 +19,12 @@ from kvrelay.types import InstanceId, Role
 from kvstore.config import KVStoreConfig
 from kvstore.directory import current_boot_id
 from kvstore.disk import DiskTier
+from kvstore.lifetimes import parse_lifetime
 from kvstore.memory import MemoryTier
 from kvstore.metrics import StoreCollector
+from kvstore.placement import WritePolicy
 from kvstore.service import KVStoreService
-from kvstore.store import Store
+from kvstore.store import Store, StoreOptions
 
 
 class KVStoreApp:
@@ -32,12 +35,11 @@ class KVStoreApp:
     def __init__(self, config: KVStoreConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
         self._config = config
         self._instance_id = instance_id
-        disk = DiskTier(Path(config.path), config.disk_bytes, current_boot_id()) if config.path else None
-        self._store = Store(MemoryTier(config.memory_bytes), disk, time.monotonic)
+        self._store = _store(config)
         self._service = KVStoreService(self._store)
         self._readiness = Readiness()
         self._memberships: Memberships | None = None
-        StoreCollector(registry, self._store.stats)
+        StoreCollector(registry, self._store.counts)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
@@ -51,11 +53,11 @@ class KVStoreApp:
         readiness.set(True)
 
     async def drain(self, deadline_s: float) -> None:
-        """Writes what was accepted."""
+        """Writes what was accepted, and what the write policy kept back until now."""
         self._service.draining = True
         if self._memberships is not None:
             self._memberships.changed()
-        await self._store.flush(deadline_s)
+        await self._store.drain(deadline_s)
 
     async def close(self) -> None:
         if self._memberships is not None:
@@ -63,13 +65,38 @@ class KVStoreApp:
         await self._store.close()
 
     def status(self) -> NodeStatus:
-        stats = self._store.stats()
+        stats = self._store.counts()
         return NodeStatus(
             ready=self._readiness.ready,
             draining=self._service.draining,
             memory_bytes=stats.memory.num_bytes,
             disk_bytes=stats.disk.num_bytes,
         )
+
+
+def _memory(config: KVStoreConfig) -> MemoryTier:
+    try:
+        return MemoryTier(config.memory_bytes, config.quotas())
+    except OSError as error:
+        raise ConfigError(f"kvstore memory_bytes {config.memory_bytes}: {error.strerror}; take less") from error
+
+
+def _store(config: KVStoreConfig) -> Store:
+    """Raises ConfigError if the path is in use or cannot be used, or the memory cannot be had."""
+    options = StoreOptions(
+        write_policy=WritePolicy(config.write_policy),
+        reuse_hits=config.reuse_hits,
+        min_reuse=config.min_reuse,
+        disk_quotas=config.quotas(),
+        lifetimes=config.lifetimes(),
+        namespace_ttl_s=parse_lifetime(config.namespace_ttl),
+    )
+    memory = _memory(config)
+    disk = None
+    if config.path:
+        path, disposable = Path(config.path), config.disk_disposable
+        disk = DiskTier(path, config.disk_bytes, current_boot_id(), disposable=disposable)
+    return Store(memory, disk, time.monotonic, options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

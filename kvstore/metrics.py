@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore.store import StoreStats
+from kvstore.stats import StoreStats
 
 
 class StoreCollector(Collector):
@@ -36,4 +36,15 @@ class StoreCollector(Collector):
         yield CounterMetricFamily("kvrelay_store_corrupt", "Blocks that failed their proof.", stats.corrupt)
         yield CounterMetricFamily(
             "kvrelay_store_write_failures", "Blocks that were not written to disk.", stats.write_failures
+        )
+        yield CounterMetricFamily("kvrelay_store_refused", "Blocks put that a tier had no room for.", stats.refused)
+        yield CounterMetricFamily(
+            "kvrelay_store_not_worth", "Blocks not written: such ones are hardly used again.", stats.not_worth
+        )
+        yield CounterMetricFamily("kvrelay_store_expired", "Blocks whose time was over.", stats.expired)
+        yield CounterMetricFamily("kvrelay_store_wipes", "Times the disk tier had to start empty.", stats.wipes)
+        yield GaugeMetricFamily("kvrelay_store_pinned_blocks", "Blocks pinned now.", stats.num_pinned)
+        yield GaugeMetricFamily("kvrelay_store_file_bytes", "Size of the LMDB file.", stats.file_bytes)
+        yield GaugeMetricFamily(
+            "kvrelay_store_disk_writing", "1 while the disk tier takes blocks, 0 while it refuses.", stats.disk_writing
         )

@@ -35,9 +35,9 @@ def pack(key: bytes, block: StoredBlock) -> bytes:
 
 
 def unpack(key: bytes, value: memoryview) -> StoredBlock:
-    """Copies the slab out of `value`, which may vanish with its transaction. Proves all but the slab's checksum.
+    """A view of the slab in `value`, good until its transaction ends. Proves all but the slab's checksum.
 
-    Raises CorruptBlockError; `StoredBlock.verify` does the rest, on the copy.
+    Raises CorruptBlockError; `StoredBlock.verify` does the rest.
     """
     if len(value) < _HEADER.size:
         raise CorruptBlockError(f"record of {len(value)} bytes is shorter than its header")
@@ -48,4 +48,4 @@ def unpack(key: bytes, value: memoryview) -> StoredBlock:
         raise CorruptBlockError("record belongs to another key")
     if record_bytes(slab_bytes) != len(value):
         raise CorruptBlockError(f"record of {len(value)} bytes says it holds a slab of {slab_bytes}")
-    return StoredBlock(bytes(value[_HEADER.size : _HEADER.size + slab_bytes]), checksum)
+    return StoredBlock(value[_HEADER.size : _HEADER.size + slab_bytes], checksum)

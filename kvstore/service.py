@@ -1,37 +1,38 @@
-"""The store's calls: Match and Stats as protobuf, Get and Put as raw frames (docs/wire.md)."""
+"""The store's calls: Get and Put as raw frames (docs/wire.md), the others as protobuf."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 
-from kvrelay.errors import CorruptBlockError, InvalidRequestError, UnavailableError
+from kvrelay.errors import InvalidRequestError, OverloadedError, UnavailableError
 from kvrelay.kv import frame
-from kvrelay.kv.frame import Frame, FrameKind
-from kvrelay.kv.hashing import HASH_BYTES, ChecksumChain
-from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
+from kvrelay.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import convert_kvstore, convert_types, raw
 from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
 from kvrelay.types import BlockHash
+from kvstore import reports
 from kvstore.block import StoredBlock, namespace_key
-from kvstore.store import PutOutcome, Store
+from kvstore.listing import Progress
+from kvstore.put_stream import PutStream
+from kvstore.store import Store
 
-MAX_HASHES = 65_536
 MAX_SLAB_BYTES = MAX_MESSAGE_BYTES - frame.HEADER_BYTES
+LIST_PAGE = 256  # blocks a message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
-    """`draining`: Put is refused; what is held is served to the end."""
+    """`draining`: Put is refused and long work ends; what is held is served to the end."""
 
     def __init__(self, store: Store) -> None:
         self.draining = False
         self._store = store
+        self._long_work = ""  # what runs
 
     def register(self, server: grpc.aio.Server) -> None:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(self, server)
@@ -44,14 +45,36 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         return kvstore_pb2.MatchReply(tiers=[convert_kvstore.tier_to_pb(tier) for tier in tiers])
 
     async def Stats(self, request: kvstore_pb2.StatsRequest, context: Context) -> kvstore_pb2.StatsReply:
-        stats = self._store.stats()
-        return kvstore_pb2.StatsReply(
-            memory=kvstore_pb2.TierStats(**asdict(stats.memory)),
-            disk=kvstore_pb2.TierStats(**asdict(stats.disk)),
-            misses=stats.misses,
-            corrupt=stats.corrupt,
-            write_failures=stats.write_failures,
-        )
+        return convert_kvstore.store_report_to_pb(reports.store_report(self._store.stats()))
+
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinReply:
+        keys = _keys(request.namespace, request.block_hashes)
+        num_blocks = self._store.pin(keys, convert_kvstore.pin_s_from_pb(request.pin_s))
+        return kvstore_pb2.PinReply(num_blocks=num_blocks)
+
+    async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Context) -> kvstore_pb2.DeleteReply:
+        selector = reports.selector(convert_kvstore.delete_request_from_pb(request))
+        num_blocks, num_bytes = await self._store.delete(selector)
+        return kvstore_pb2.DeleteReply(num_blocks=num_blocks, num_bytes=num_bytes)
+
+    async def List(self, request: kvstore_pb2.ListRequest, context: Context) -> AsyncIterator[kvstore_pb2.ListReply]:
+        held = self._store.list(request.tenant, reports.model_prefix(request.model_fingerprint))
+        for page in _pages(held):
+            yield convert_kvstore.list_reply_to_pb(map(reports.block_report, page))
+
+    async def Verify(
+        self, request: kvstore_pb2.VerifyRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.VerifyReply]:
+        with self._only("verify"):
+            async for progress in self._until_drained(self._store.verify()):
+                yield convert_kvstore.verify_reply_to_pb(reports.work_report(progress))
+
+    async def Compact(
+        self, request: kvstore_pb2.CompactRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.CompactReply]:
+        with self._only("compact"):
+            async for progress in self._until_drained(self._store.compact()):
+                yield convert_kvstore.compact_reply_to_pb(reports.work_report(progress))
 
     async def get(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         """Frames of the blocks asked for, in order; the stream ends before the first that is not proven."""
@@ -75,79 +98,47 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         """
         if self.draining:
             raise UnavailableError("this kvstore is draining")
-        namespace: bytes | None = None
-        received = _Received()
+        stream = PutStream(self._store.default_ttl_s)
         async for message in messages:
             frames = frame.decode(message, max_payload_bytes=MAX_SLAB_BYTES)
             for found in frames:
-                if namespace is None:
-                    namespace = _begin(found)
-                elif received.ended:
-                    raise InvalidRequestError(f"Put: a {found.kind.name} frame follows END")
-                elif found.kind is FrameKind.END:
-                    received.end(found)
-                else:
-                    key = namespace + received.take(found)
-                    # A view into a message of several would keep them all in memory for as long as one of them.
-                    payload = found.payload if len(frames) == 1 else bytes(found.payload)
-                    received.count(key, await self._store.put(key, StoredBlock(payload, found.checksum)))
-            if received.ended:
-                self._store.touch(received.keys)
-                return received.reply().SerializeToString()
+                info = stream.take(found)
+                if info is not None:
+                    stream.count(await self._store.put(info, StoredBlock(found.payload, found.checksum)))
+            if stream.ended:
+                return convert_kvstore.put_reply_to_bytes(stream.reply())
         raise InvalidRequestError("a Put stream ended without an END frame")
 
+    @contextmanager
+    def _only(self, work: str) -> Iterator[None]:
+        """One at a time: each reads or writes all of the disk. Raises OverloadedError."""
+        if self._long_work:
+            raise OverloadedError(f"a {self._long_work} is running in this kvstore; try again when it is done")
+        self._long_work = work
+        try:
+            yield
+        finally:
+            self._long_work = ""
 
-class _Received:
-    """What came in one Put stream."""
-
-    def __init__(self) -> None:
-        self.keys: list[bytes] = []
-        self.ended = False
-        self._chain = ChecksumChain()
-        self._outcomes = dict.fromkeys(PutOutcome, 0)
-
-    def take(self, found: Frame) -> BlockHash:
-        index = len(self.keys)
-        if found.kind is not FrameKind.BLOCK or found.block_index != index:
-            raise InvalidRequestError(
-                f"Put: {found.kind.name} {found.block_index} came where block {index} or END was due"
-            )
-        self._chain.add(found.checksum)
-        return found.block_hash
-
-    def count(self, key: bytes, outcome: PutOutcome) -> None:
-        self.keys.append(key)
-        self._outcomes[outcome] += 1
-
-    def end(self, found: Frame) -> None:
-        end = convert_types.parse(decode_pb2.HandoffEnd, bytes(found.payload))
-        if end.num_blocks != len(self.keys) or end.checksum != self._chain.digest():
-            raise CorruptBlockError(
-                f"Put: END tells of {end.num_blocks} blocks, or of others than the {len(self.keys)} here"
-            )
-        self.ended = True
-
-    def reply(self) -> kvstore_pb2.PutReply:
-        return kvstore_pb2.PutReply(
-            num_stored=self._outcomes[PutOutcome.STORED],
-            num_present=self._outcomes[PutOutcome.PRESENT],
-            num_refused=self._outcomes[PutOutcome.REFUSED],
-        )
+    async def _until_drained(self, work: AsyncGenerator[Progress, None]) -> AsyncIterator[Progress]:
+        async with aclosing(work):
+            async for progress in work:
+                yield progress
+                if self.draining and progress.num_done < progress.num_total:
+                    raise UnavailableError("this kvstore is draining; the work was left as far as it came")
 
 
-def _begin(found: Frame) -> bytes:
-    """The namespace that a Put's first frame names."""
-    if found.kind is not FrameKind.BEGIN:
-        raise InvalidRequestError(f"Put: the first frame is {found.kind.name}; it must be BEGIN")
-    namespace = convert_types.parse(kvstore_pb2.PutBegin, bytes(found.payload)).namespace
-    return namespace_key(namespace.model_fingerprint, namespace.layout_fingerprint)
+def _pages(held: Iterator[Any]) -> Iterator[Sequence[Any]]:
+    page = []
+    for one in held:
+        page.append(one)
+        if len(page) == LIST_PAGE:
+            yield page
+            page = []
+    if page:
+        yield page
 
 
 def _keys(namespace: kvstore_pb2.StoreNamespace, hashes: Sequence[bytes]) -> list[bytes]:
-    if len(hashes) > MAX_HASHES:
-        raise InvalidRequestError(f"block_hashes has {len(hashes)} entries; at most {MAX_HASHES} are allowed")
-    for block_hash in hashes:
-        if len(block_hash) != HASH_BYTES:
-            raise InvalidRequestError(f"block_hashes holds one of {len(block_hash)} bytes; each has {HASH_BYTES}")
     prefix = namespace_key(namespace.model_fingerprint, namespace.layout_fingerprint)
-    return [prefix + block_hash for block_hash in hashes]
+    return [prefix + block_hash for block_hash in convert_kvstore.hashes_from_pb("block_hashes", hashes)]

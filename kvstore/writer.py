@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvrelay.kv.circuit import Circuit
-from kvstore import record
-from kvstore.block import StoredBlock
-from kvstore.disk import DiskFailedError, DiskFullError, DiskTier
-from kvstore.eviction import ByteLRU
+from kvstore.block import BlockInfo, StoredBlock
+from kvstore.books import DiskBooks
+from kvstore.clock import Clocks, StoreClock
+from kvstore.disk import Changes, DiskDamagedError, DiskFailedError, DiskFullError, DiskTier
+from kvstore.pending import Pending, PendingBlock, disk_bytes
+from kvstore.quotas import Quotas
 
 MAX_BATCH_BYTES = 16 << 20  # a transaction; larger ones are no faster and hold more memory
 MAX_PENDING_BYTES = 64 << 20  # slabs accepted and not yet written
@@ -25,6 +28,8 @@ MAX_RECOVERIES = 2  # evictions tried for one batch when the file is full all th
 READER_CHECK_S = 10.0
 # With less left on the device, a batch takes the place of older blocks; their pages are free two transactions later.
 HEADROOM_BATCHES = 4
+ENTRIES_S = 10.0  # how long the news of uses waits for a transaction that blocks come with
+MAX_ENTRIES = 1_024  # rewritten by one transaction: each may cost a page
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -32,91 +37,162 @@ T = TypeVar("T")
 
 
 class DiskWriter:
-    """`lru` knows the records that are on disk and may be read: a block enters it once its transaction is done.
+    """`books` know the records on disk, and those that a transaction is about to write: these are pending, too.
 
-    `num_failures` counts blocks that were not written: file or device full, I/O errors, queue full for too long.
+    `num_failures` counts blocks that were not written: file or device full, I/O errors, queue full for too long;
+    `num_refused` those for which quotas or pins left no room.
     """
 
-    def __init__(self, disk: DiskTier, now: Callable[[], float]) -> None:
-        self.lru = ByteLRU(disk.capacity_bytes)
-        self.num_evictions = 0
+    def __init__(self, disk: DiskTier, clocks: Clocks, quotas: Quotas) -> None:
+        self.books = DiskBooks(disk.capacity_bytes, quotas, clocks.monotonic)
+        self.pending = Pending()
         self.num_failures = 0
+        self.num_refused = 0
+        self.num_corrupt = 0  # entries that failed their proof at the start
+        self.on_gone: Callable[[Collection[bytes]], None] = _ignore  # told of what leaves the disk by itself
         self._disk = disk
-        self._now = now
+        self._clocks = clocks
+        self._clock = StoreClock(clocks, None)
+        self._now = clocks.monotonic
         self._circuit = Circuit(threshold=1, first_open_s=5.0, max_open_s=60.0)
         self._thread = ThreadPoolExecutor(1, "kvstore-writer")
         self._task: asyncio.Task[None] | None = None
-        self._queue: deque[bytes] = deque()  # keys of _pending, in order, that no transaction has taken up
-        self._pending: dict[bytes, StoredBlock] = {}
-        self._pending_bytes = 0
         self._doomed: list[bytes] = []  # to be deleted by the next transaction
+        self._turn = asyncio.Lock()  # of whoever has the file to himself: a batch, or a compaction
         self._work = asyncio.Event()
         self._progress = asyncio.Event()  # set after each transaction
-        self._readers_checked_at = now()
+        self._readers_checked_at = self._entries_written_at = self._now()
         self._max_batch_bytes = min(MAX_BATCH_BYTES, disk.capacity_bytes // 16)
 
     def __contains__(self, key: object) -> bool:
         """On disk or on its way there."""
-        return key in self.lru or key in self._pending
+        return key in self.books.index or key in self.pending
 
-    def pending(self, key: bytes) -> StoredBlock | None:
-        return self._pending.get(key)
+    @property
+    def is_writing(self) -> bool:
+        """False while the disk refuses and has not been tried again, and for good once the task has failed."""
+        return self._running() and not self._circuit.is_open
 
     async def start(self) -> None:
         """Finds the blocks of earlier processes again."""
-        for key, num_bytes in await self._run_on_thread(self._disk.scan):
-            if self.lru.used_bytes + num_bytes <= self.lru.capacity_bytes:
-                self.lru.add(key, num_bytes)
-            else:
-                self._doom([key])
+        scan = await self.run_on_thread(self._disk.scan)
+        self._clock = StoreClock(self._clocks, scan.mark)
+        self.num_corrupt = scan.num_corrupt
+        self._doom(self.books.restore(scan, self._clock))
         self._task = asyncio.create_task(self._run(), name="kvstore-writer")
 
-    async def add(self, key: bytes, block: StoredBlock) -> bool:
+    async def add(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
         """Takes a block to be written soon; False, counted, if it will not be.
 
         While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed.
         """
-        if not self._accepts(block) or not await self._wait_for_room():
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or not await self._wait_for_room():
             self.num_failures += 1
             return False
-        if key not in self:
-            self._pending[key] = block
-            self._pending_bytes += block.num_bytes
-            self._queue.append(key)
-            self._work.set()
-        return True
+        return self._push(info, block, pinned_until)
 
-    def drop(self, key: bytes) -> None:
-        """Forgets a record that proved bad, and deletes it soon."""
-        if key in self.lru:
-            self.lru.discard(key)
-            self._doom([key])
+    def offer(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
+        """As `add`, but never waits: what leaves memory cannot."""
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or self.pending.num_bytes >= MAX_PENDING_BYTES:
+            self.num_failures += 1
+            return False
+        return self._push(info, block, pinned_until)
+
+    def drop(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """Forgets blocks and what follows them, written or pending, and deletes them soon; slab bytes of all.
+
+        `on_gone` is not told: whoever drops knows.
+        """
+        dropped: dict[bytes, int] = {}
+        for key in keys:
+            dropped |= self.books.drop(key)
+        for key in [*keys, *dropped]:
+            pending = self.pending.get(key)
+            if pending is not None:
+                dropped[key] = pending.block.num_bytes
+                self.pending.cancel(key)
+        self._doomed += dropped
+        self._work.set()
+        return dropped
+
+    def expire(self) -> Collection[bytes]:
+        """Drops what has outlived its time."""
+        expired = self.books.expire()
+        self._doom(expired)
+        return expired
+
+    def pin(self, keys: Iterable[bytes], until: float) -> None:
+        """Keeps those that are here, and what they follow; until 0 no more."""
+        keys = list(keys)
+        self.books.pin(keys, until)
+        for key in keys:
+            pending = self.pending.get(key)
+            if pending is not None:
+                pending.pinned_until = until
+
+    def tick(self) -> None:
+        """To be called about once a second: what is due although nobody puts."""
+        if self._owes() and not self._circuit.blocks(self._now()):
+            self._work.set()
 
     async def flush(self, timeout_s: float) -> None:
         """Waits until all that was accepted is written or has failed. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while self._pending and self._running():
+            while self.pending and self._running():
                 await self._wait_for_progress()
 
+    async def settle(self) -> bool:
+        """Waits until what was dropped is off the disk; False if the disk would not have it for now."""
+        while self._doomed and self.is_writing:
+            await self._wait_for_progress()
+        return not self._doomed
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Meanwhile nothing is written; what is accepted waits."""
+        async with self._turn:
+            yield
+
     async def close(self) -> None:
-        """Ends the task and closes the disk tier; what is pending is not written."""
+        """Ends the task, writes what is known of uses, and closes the disk tier; what is pending is not written."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await self._run_on_thread(self._disk.close)  # after a transaction that still runs there
+            await self._write_last_entries()
+        await self.run_on_thread(self._disk.close)  # after a transaction that still runs there
         self._thread.shutdown()
+
+    async def run_on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs it where nothing is written at the same time."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
 
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def _accepts(self, block: StoredBlock) -> bool:
-        fits = _disk_bytes(block) <= self.lru.capacity_bytes
-        return fits and self._running() and self._circuit.allows(self._now())
+    def _fits(self, info: BlockInfo, block: StoredBlock) -> bool:
+        """Whether room could ever be made; pins may still be in the way when its turn comes."""
+        index, num_bytes = self.books.index, disk_bytes(block.num_bytes)
+        return num_bytes <= min(index.capacity_bytes, index.quotas.of(info.tenant) or index.capacity_bytes)
+
+    def _accepts(self) -> bool:
+        return self._running() and self._circuit.allows(self._now())
+
+    def _push(self, info: BlockInfo, block: StoredBlock, pinned_until: float) -> bool:
+        if info.key not in self:
+            self.pending.push(PendingBlock(info, block, pinned_until))
+            self._work.set()
+        return True
 
     async def _wait_for_room(self) -> bool:
         try:
             async with asyncio.timeout(ROOM_WAIT_S):
-                while self._pending_bytes >= MAX_PENDING_BYTES:
+                while self.pending.num_bytes >= MAX_PENDING_BYTES:
                     await self._wait_for_progress()
         except TimeoutError:
             return False
@@ -126,98 +202,129 @@ class DiskWriter:
         self._progress.clear()
         await self._progress.wait()
 
-    def _doom(self, keys: list[bytes]) -> None:
-        self._doomed += keys
-        self._work.set()
+    def _doom(self, keys: Collection[bytes]) -> None:
+        if keys:
+            self._doomed += keys
+            self._work.set()
+            self.on_gone(keys)
+
+    def _owes(self) -> bool:
+        """Whether a transaction is due for the sake of deletes or entries."""
+        return bool(self._doomed) or self._entries_due()
+
+    def _may_try(self) -> bool:
+        return not self._circuit.is_open or self._circuit.allows(self._now())
+
+    def _entries_due(self) -> bool:
+        return self.books.num_used > 0 and self._now() - self._entries_written_at >= ENTRIES_S
 
     async def _run(self) -> None:
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                while self._queue or (self._doomed and not self._circuit.is_open):
-                    await self._write_batch(self._next_batch())
+                while self.pending.has_queued() or (self._owes() and self._may_try()):
+                    async with self._turn:
+                        await self._write_batch(self.pending.take(self._max_batch_bytes))
         except Exception:
             logger.exception("kvstore disk tier stops writing for good; blocks on disk stay readable")
         finally:
             self._progress.set()
 
-    def _next_batch(self) -> list[tuple[bytes, StoredBlock]]:
-        batch: list[tuple[bytes, StoredBlock]] = []
-        num_bytes = 0
-        while self._queue:
-            block = self._pending[self._queue[0]]
-            num_bytes += _disk_bytes(block)
-            if batch and num_bytes > self._max_batch_bytes:
-                break
-            batch.append((self._queue.popleft(), block))
-        return batch
-
-    async def _write_batch(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
+    async def _write_batch(self, batch: list[PendingBlock]) -> None:
+        fitting: list[PendingBlock] = []
         try:
-            await self._make_place(_sum_bytes(batch))
-            await self._write_with_recovery(batch)
+            fitting = await self._reserve(batch)
+            await self._write_with_recovery(fitting)
+        except DiskDamagedError as error:
+            await self._start_over(error)
         except (DiskFullError, DiskFailedError) as error:
-            self.num_failures += len(batch)
-            if self._circuit.failed(self._now()):
-                logger.warning("kvstore disk tier stops writing for now, reading goes on: %s", error)
+            self._fail(fitting or batch, error)
         else:
-            self._finish(batch)
-        for key, block in batch:
-            del self._pending[key]
-            self._pending_bytes -= block.num_bytes
+            self._succeed()
+        self.pending.done(batch)
         self._progress.set()
 
-    async def _make_place(self, num_bytes: int) -> None:
-        if not await self._run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
-            self._evict(self.lru.pop_oldest(num_bytes))
-        self._evict(self.lru.make_room(num_bytes))
+    async def _reserve(self, batch: list[PendingBlock]) -> list[PendingBlock]:
+        """Makes room; those of the batch that may be written."""
+        if not await self.run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
+            self._doom(self.books.give_way(_sum_bytes(batch)))
+        batch = [pending for pending in batch if self.pending.holds(pending)]  # others were deleted just now
+        for pending in batch:
+            evicted = self.books.reserve(pending.info, pending.block.num_bytes, pending.pinned_until)
+            if evicted is None:
+                self.num_refused += 1
+            else:
+                self._doom(evicted)
+        return [pending for pending in batch if pending.info.key in self.books.index]
 
-    def _finish(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
+    def _fail(self, batch: list[PendingBlock], error: Exception) -> None:
+        self.num_failures += len(batch)
+        for pending in batch:
+            self._doom(self.books.drop(pending.info.key))
+        if self._circuit.failed(self._now()):
+            logger.warning("kvstore disk tier stops writing for now, reading goes on: %s", error)
+
+    async def _start_over(self, error: DiskDamagedError) -> None:
+        """A damaged file would refuse for ever; what it holds can be computed again. The batch goes with it."""
+        gone = self.books.clear()
+        await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
+        self._doomed.clear()
+        self.on_gone(gone)
+
+    def _succeed(self) -> None:
         if self._circuit.is_open:
             logger.info("kvstore disk tier writes again")
         self._circuit.succeeded()
-        for key, block in batch:
-            self.lru.add(key, _disk_bytes(block))
 
-    async def _write_with_recovery(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
+    async def _write_with_recovery(self, batch: list[PendingBlock]) -> None:
         """When the file is full in spite of the bound on records, more than the batch's size is evicted first."""
         if self._now() - self._readers_checked_at >= READER_CHECK_S:
             self._readers_checked_at = self._now()
-            await self._run_on_thread(self._disk.check_readers)
+            await self.run_on_thread(self._disk.check_readers)
         for _ in range(MAX_RECOVERIES):
             try:
                 await self._commit(batch)
             except DiskFullError:
-                self._evict(self.lru.pop_oldest(_sum_bytes(batch) + 1))
+                self._doom(self.books.give_way(_sum_bytes(batch) + 1))
                 await self._make_room()
             else:
                 return
         await self._commit(batch)
 
-    async def _commit(self, batch: list[tuple[bytes, StoredBlock]]) -> None:
+    async def _commit(self, batch: list[PendingBlock]) -> None:
         deletes = list(self._doomed)
-        await self._run_on_thread(self._disk.write, deletes, batch)
+        blocks = [
+            (self.books.entry(pending.info.key, self._clock), pending.block)
+            for pending in batch
+            if pending.info.key in self.books.index
+        ]
+        entries = self.books.take_used(MAX_ENTRIES, self._clock) if self._entries_due() else []
+        await self.run_on_thread(self._disk.write, Changes(deletes, blocks, entries, self._clock.mark()))
+        if not self.books.num_used:
+            self._entries_written_at = self._now()
         del self._doomed[: len(deletes)]
 
     async def _make_room(self) -> None:
         deletes = list(self._doomed)
-        await self._run_on_thread(self._disk.make_room, deletes)
+        await self.run_on_thread(self._disk.make_room, deletes)
         del self._doomed[: len(deletes)]
 
-    def _evict(self, keys: list[bytes]) -> None:
-        self.num_evictions += len(keys)
-        if keys:
-            self._doom(keys)
-
-    async def _run_on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
-
-
-def _disk_bytes(block: StoredBlock) -> int:
-    """What the record takes of the file."""
-    return record.record_pages(block.num_bytes) * record.PAGE_BYTES
+    async def _write_last_entries(self) -> None:
+        try:
+            while not self._circuit.is_open:
+                entries = self.books.take_used(MAX_ENTRIES, self._clock)
+                deletes, self._doomed = self._doomed, []
+                await self.run_on_thread(self._disk.write, Changes(deletes, (), entries, self._clock.mark()))
+                if not self.books.num_used:
+                    return
+        except (DiskFullError, DiskFailedError) as error:
+            logger.warning("kvstore did not write down which blocks were used last: %s", error)
 
 
-def _sum_bytes(batch: list[tuple[bytes, StoredBlock]]) -> int:
-    return sum(_disk_bytes(block) for _, block in batch)
+def _sum_bytes(batch: list[PendingBlock]) -> int:
+    return sum(pending.disk_bytes for pending in batch)
+
+
+def _ignore(keys: Collection[bytes]) -> None:
+    """Nobody has followers of it elsewhere."""

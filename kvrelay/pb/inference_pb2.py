@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.pb import types_pb2 as kvrelay_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/pb/inference.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.pb.ChatMessage\"\xa8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.pb.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvrelay.pb.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x14\n\x0cpublic_cache\x18\t \x01(\t\x12\x18\n\x0b\x63\x61\x63he_ttl_s\x18\n \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06promptB\x0e\n\x0c_cache_ttl_s\"^\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"m\n\x0fTokensGenerated\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.pb.StepLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"y\n\x0e\x43hoiceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\"\xe9\x01\n\x0fRequestFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvrelay.pb.Usage\x12\"\n\x06timing\x18\x03 \x01(\x0b\x32\x12.kvrelay.pb.Timing\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bstop_string\x18\x07 \x01(\t\x12\x0f\n\x07retries\x18\x08 \x01(\r\"1\n\rRequestFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.kvrelay.pb.Error\"\x8d\x02\n\rGenerateEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvrelay.pb.RequestAcceptedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.kvrelay.pb.TokensGeneratedH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.kvrelay.pb.RequestFinishedH\x00\x12+\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x19.kvrelay.pb.RequestFailedH\x00\x12\x35\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1a.kvrelay.pb.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x42\x07\n\x05input\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"Q\n\rGetModelReply\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x02 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply2\xe1\x02\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvrelay.pb.GenerateRequest\x1a\x19.kvrelay.pb.GenerateEvent0\x01\x12\x42\n\x08Tokenize\x12\x1b.kvrelay.pb.TokenizeRequest\x1a\x19.kvrelay.pb.TokenizeReply\x12H\n\nDetokenize\x12\x1d.kvrelay.pb.DetokenizeRequest\x1a\x1b.kvrelay.pb.DetokenizeReply\x12\x42\n\x08GetModel\x12\x1b.kvrelay.pb.GetModelRequest\x1a\x19.kvrelay.pb.GetModelReply\x12<\n\x06\x43\x61ncel\x12\x19.kvrelay.pb.CancelRequest\x1a\x17.kvrelay.pb.CancelReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/pb/inference.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.pb.ChatMessage\"\xbc\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.pb.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvrelay.pb.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\x14\n\x0cpublic_cache\x18\t \x01(\t\x12\x18\n\x0b\x63\x61\x63he_ttl_s\x18\n \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x0e\n\x0c_cache_ttl_s\"^\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"m\n\x0fTokensGenerated\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.pb.StepLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"y\n\x0e\x43hoiceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\"\xfe\x01\n\x0fRequestFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvrelay.pb.Usage\x12\"\n\x06timing\x18\x03 \x01(\x0b\x32\x12.kvrelay.pb.Timing\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bstop_string\x18\x07 \x01(\t\x12\x0f\n\x07retries\x18\x08 \x01(\r\x12\x13\n\x0bprefix_hash\x18\t \x01(\x0c\"1\n\rRequestFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.kvrelay.pb.Error\"\x8d\x02\n\rGenerateEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvrelay.pb.RequestAcceptedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.kvrelay.pb.TokensGeneratedH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.kvrelay.pb.RequestFinishedH\x00\x12+\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x19.kvrelay.pb.RequestFailedH\x00\x12\x35\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1a.kvrelay.pb.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x42\x07\n\x05input\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"Q\n\rGetModelReply\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x02 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply2\xe1\x02\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvrelay.pb.GenerateRequest\x1a\x19.kvrelay.pb.GenerateEvent0\x01\x12\x42\n\x08Tokenize\x12\x1b.kvrelay.pb.TokenizeRequest\x1a\x19.kvrelay.pb.TokenizeReply\x12H\n\nDetokenize\x12\x1d.kvrelay.pb.DetokenizeRequest\x1a\x1b.kvrelay.pb.DetokenizeReply\x12\x42\n\x08GetModel\x12\x1b.kvrelay.pb.GetModelRequest\x1a\x19.kvrelay.pb.GetModelReply\x12<\n\x06\x43\x61ncel\x12\x19.kvrelay.pb.CancelRequest\x1a\x17.kvrelay.pb.CancelReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,35 +37,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=112
   _globals['_CHAT']._serialized_end=161
   _globals['_GENERATEREQUEST']._serialized_start=164
-  _globals['_GENERATEREQUEST']._serialized_end=460
-  _globals['_REQUESTACCEPTED']._serialized_start=462
-  _globals['_REQUESTACCEPTED']._serialized_end=556
-  _globals['_TOKENSGENERATED']._serialized_start=558
-  _globals['_TOKENSGENERATED']._serialized_end=667
-  _globals['_CHOICEFINISHED']._serialized_start=669
-  _globals['_CHOICEFINISHED']._serialized_end=790
-  _globals['_REQUESTFINISHED']._serialized_start=793
-  _globals['_REQUESTFINISHED']._serialized_end=1026
-  _globals['_REQUESTFAILED']._serialized_start=1028
-  _globals['_REQUESTFAILED']._serialized_end=1077
-  _globals['_GENERATEEVENT']._serialized_start=1080
-  _globals['_GENERATEEVENT']._serialized_end=1349
-  _globals['_TOKENIZEREQUEST']._serialized_start=1351
-  _globals['_TOKENIZEREQUEST']._serialized_end=1442
-  _globals['_TOKENIZEREPLY']._serialized_start=1444
-  _globals['_TOKENIZEREPLY']._serialized_end=1478
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1480
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1533
-  _globals['_DETOKENIZEREPLY']._serialized_start=1535
-  _globals['_DETOKENIZEREPLY']._serialized_end=1566
-  _globals['_GETMODELREQUEST']._serialized_start=1568
-  _globals['_GETMODELREQUEST']._serialized_end=1600
-  _globals['_GETMODELREPLY']._serialized_start=1602
-  _globals['_GETMODELREPLY']._serialized_end=1683
-  _globals['_CANCELREQUEST']._serialized_start=1685
-  _globals['_CANCELREQUEST']._serialized_end=1720
-  _globals['_CANCELREPLY']._serialized_start=1722
-  _globals['_CANCELREPLY']._serialized_end=1735
-  _globals['_INFERENCE']._serialized_start=1738
-  _globals['_INFERENCE']._serialized_end=2091
+  _globals['_GENERATEREQUEST']._serialized_end=480
+  _globals['_REQUESTACCEPTED']._serialized_start=482
+  _globals['_REQUESTACCEPTED']._serialized_end=576
+  _globals['_TOKENSGENERATED']._serialized_start=578
+  _globals['_TOKENSGENERATED']._serialized_end=687
+  _globals['_CHOICEFINISHED']._serialized_start=689
+  _globals['_CHOICEFINISHED']._serialized_end=810
+  _globals['_REQUESTFINISHED']._serialized_start=813
+  _globals['_REQUESTFINISHED']._serialized_end=1067
+  _globals['_REQUESTFAILED']._serialized_start=1069
+  _globals['_REQUESTFAILED']._serialized_end=1118
+  _globals['_GENERATEEVENT']._serialized_start=1121
+  _globals['_GENERATEEVENT']._serialized_end=1390
+  _globals['_TOKENIZEREQUEST']._serialized_start=1392
+  _globals['_TOKENIZEREQUEST']._serialized_end=1483
+  _globals['_TOKENIZEREPLY']._serialized_start=1485
+  _globals['_TOKENIZEREPLY']._serialized_end=1519
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1521
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1574
+  _globals['_DETOKENIZEREPLY']._serialized_start=1576
+  _globals['_DETOKENIZEREPLY']._serialized_end=1607
+  _globals['_GETMODELREQUEST']._serialized_start=1609
+  _globals['_GETMODELREQUEST']._serialized_end=1641
+  _globals['_GETMODELREPLY']._serialized_start=1643
+  _globals['_GETMODELREPLY']._serialized_end=1724
+  _globals['_CANCELREQUEST']._serialized_start=1726
+  _globals['_CANCELREQUEST']._serialized_end=1761
+  _globals['_CANCELREPLY']._serialized_start=1763
+  _globals['_CANCELREPLY']._serialized_end=1776
+  _globals['_INFERENCE']._serialized_start=1779
+  _globals['_INFERENCE']._serialized_end=2132
 # @@protoc_insertion_point(module_scope)

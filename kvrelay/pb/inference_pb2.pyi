@@ -94,9 +94,11 @@ class GenerateRequest(_message.Message):
     alone would give the same tokens. With temperature 0 all are equal. Each waits for room and counts in the queue.
     """
     cache_salt: _builtins.str
-    """Requests share cached KV only within one tenant, and in it only if they name the same salt; at most 128 bytes of UTF-8."""
+    """Requests share cached KV only within one tenant, and in it only if they name the same salt, or none; 1 to 1,024 bytes
+    of UTF-8 where it is set.
+    """
     public_cache: _builtins.str
-    """Shares cached KV with every tenant that names the same public namespace; at most 128 bytes of UTF-8; empty: private.
+    """Shares cached KV with every tenant that names the same public namespace; at most 1,024 bytes of UTF-8; empty: private.
     Not together with cache_salt.
     """
     cache_ttl_s: _builtins.float
@@ -125,18 +127,22 @@ class GenerateRequest(_message.Message):
         chat: Global___Chat | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         n: _builtins.int = ...,
-        cache_salt: _builtins.str = ...,
+        cache_salt: _builtins.str | None = ...,
         public_cache: _builtins.str = ...,
         cache_ttl_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__cache_ttl_s: _TypeAlias = _typing.Literal["cache_ttl_s"]  # noqa: Y015
     _WhichOneofArgType__cache_ttl_s: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_ttl_s) -> _WhichOneofReturnType__cache_ttl_s | None: ...
     @_typing.overload
@@ -264,6 +270,7 @@ class RequestFinished(_message.Message):
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Never FINISH_REASON_UNSPECIFIED. Of answer 0."""
     prefill_node: _builtins.str
@@ -276,6 +283,8 @@ class RequestFinished(_message.Message):
     """The stop string that ended answer 0; empty when none did."""
     retries: _builtins.int
     """Attempts beyond the first, of all answers."""
+    prefix_hash: _builtins.bytes
+    """Of the prompt's last full block: names its whole prefix in a kvstore. Empty when the prompt has no full block."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Tokens, over all attempts once: the prompt's and the cached ones as answer 0 found them, the generated ones of all
@@ -297,10 +306,11 @@ class RequestFinished(_message.Message):
         handoff_bytes: _builtins.int = ...,
         stop_string: _builtins.str = ...,
         retries: _builtins.int = ...,
+        prefix_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "handoff_bytes", b"handoff_bytes", "prefill_node", b"prefill_node", "reason", b"reason", "retries", b"retries", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "handoff_bytes", b"handoff_bytes", "prefill_node", b"prefill_node", "prefix_hash", b"prefix_hash", "reason", b"reason", "retries", b"retries", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

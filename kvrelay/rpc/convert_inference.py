@@ -59,6 +59,9 @@ def _generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateR
         model=request.model,
         sampling=sampling_params_to_pb(request.sampling),
         n=request.n,
+        cache_salt=request.cache_salt,
+        public_cache=request.public_cache,
+        cache_ttl_s=request.cache_ttl_s,
     )
     match request.prompt:
         case TextPrompt(text):
@@ -80,6 +83,9 @@ def generate_request_from_pb(wire: inference_pb2.GenerateRequest) -> GenerateReq
         request_id=wire.request_id,
         model=wire.model,
         n=wire.n or 1,
+        cache_salt=wire.cache_salt if wire.HasField("cache_salt") else None,
+        public_cache=wire.public_cache,
+        cache_ttl_s=wire.cache_ttl_s if wire.HasField("cache_ttl_s") else None,
     )
 
 
@@ -198,6 +204,7 @@ def _finished_to_pb(event: RequestFinished) -> inference_pb2.RequestFinished:
         handoff_bytes=event.handoff_bytes,
         stop_string=event.stop_string,
         retries=event.retries,
+        prefix_hash=event.prefix_hash,
     )
 
 
@@ -212,4 +219,5 @@ def _finished_from_pb(wire: inference_pb2.RequestFinished) -> RequestFinished:
         handoff_bytes=wire.handoff_bytes,
         stop_string=wire.stop_string,
         retries=wire.retries,
+        prefix_hash=wire.prefix_hash,
     )

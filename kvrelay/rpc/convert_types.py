@@ -16,7 +16,7 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.messages import NodeRequest
 from kvrelay.pb import decode_pb2, prefill_pb2, types_pb2
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
-from kvrelay.types import CachedTokens, FinishReason, RequestId
+from kvrelay.types import DEFAULT_TENANT, CachedTokens, FinishReason, RequestId, check_tenant_name, check_ttl_s
 
 M = TypeVar("M", bound=Message)
 
@@ -157,6 +157,8 @@ def node_request_to_pb(request: NodeRequest) -> types_pb2.NodeRequest:
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=sampling_params_to_pb(request.sampling),
         tenant_salt=request.tenant_salt,
+        tenant=request.tenant,
+        cache_ttl_s=request.cache_ttl_s,
     )
 
 
@@ -173,13 +175,25 @@ def node_request_from_pb(wire: types_pb2.NodeRequest) -> NodeRequest:
         len(wire.tenant_salt) <= MAX_SALT_BYTES,
         f"tenant_salt has {len(wire.tenant_salt)} bytes; at most {MAX_SALT_BYTES} are allowed",
     )
+    cache_ttl_s = wire.cache_ttl_s if wire.HasField("cache_ttl_s") else None
+    check_ttl_s("cache_ttl_s", cache_ttl_s)
     return NodeRequest(
         RequestId(wire.request_id),
         tuple(wire.token_ids),
         wire.num_prompt_tokens,
         sampling_params_from_pb(wire.sampling),
         wire.tenant_salt,
+        tenant_from_pb(wire.tenant),
+        cache_ttl_s,
     )
+
+
+def tenant_from_pb(name: str) -> str:
+    """Empty on the wire is the default tenant. Raises InvalidRequestError."""
+    if not name:
+        return DEFAULT_TENANT
+    check_tenant_name(name)
+    return name
 
 
 def check_request_id(request_id: str) -> None:

@@ -15,6 +15,7 @@ RANKS = {
     "kvrelay.sampling": 0,
     "kvrelay.messages": 0,
     "kvrelay.inference": 0,
+    "kvrelay.duration": 0,
     "kvrelay.errors": 0,
     "kvrelay.limits": 0,
     "kvrelay.config": 0,
@@ -33,6 +34,7 @@ RANKS = {
     "kvrelay.detokenizer": 2,
     "kvrelay.rpc": 3,
     "kvrelay.kv.remote": 3,
+    "kvrelay.kv.remote_admin": 3,
     "kvrelay.kv.offload": 3,
     "kvrelay.client": 3,
     "kvrelay.kv.cache": 4,
@@ -111,6 +113,7 @@ def _may_use_pb(name: str) -> bool:
     services = tuple(f"{role}.service" for role in ROLES)
     return name.startswith(("kvrelay.pb.", "kvrelay.rpc.")) or name in (
         "kvrelay.kv.remote",
+        "kvrelay.kv.remote_admin",
         "kvrelay.client",
         *services,
     )

@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from coordinator.config import CoordinatorConfig
+from coordinator.identity import Identify, identify
 from coordinator.main import Coordinator
 from kvrelay.client import AsyncClient
 from kvrelay.cluster import ClusterStatus
@@ -75,22 +76,32 @@ class Ends:
 
 
 @asynccontextmanager
-async def ends(num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, **settings: Any) -> AsyncIterator[Ends]:
+async def ends(
+    num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, identify: Identify = identify, **settings: Any
+) -> AsyncIterator[Ends]:
     """Ready to be asked. At the end everything must be idle, unless the body failed."""
-    async with several_ends(1, num_prefill, num_decode, blocks=blocks, **settings) as (ours,):
+    async with several_ends(1, num_prefill, num_decode, blocks=blocks, identify=identify, **settings) as (ours,):
         yield ours
 
 
 @asynccontextmanager
 async def several_ends(
-    num_coordinators: int, num_prefill: int = 1, num_decode: int = 1, *, blocks: int = 32, **settings: Any
+    num_coordinators: int,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    blocks: int = 32,
+    identify: Identify = identify,
+    **settings: Any,
 ) -> AsyncIterator[list[Ends]]:
     """Several coordinators of the same nodes."""
     decode = [FakeDecodeNode(f"decode-{number}", blocks) for number in range(1, num_decode + 1)]
     prefill = [FakePrefillNode(decode, f"prefill-{number}") for number in range(1, num_prefill + 1)]
     async with AsyncExitStack() as closing:
         ours = [
-            await closing.enter_async_context(_coordinator(f"coordinator-{number}", prefill, decode, settings))
+            await closing.enter_async_context(
+                _coordinator(f"coordinator-{number}", prefill, decode, settings, identify)
+            )
             for number in range(1, num_coordinators + 1)
         ]
         closing.push_async_callback(_stop_nodes, ours[0])
@@ -105,11 +116,15 @@ async def several_ends(
 
 @asynccontextmanager
 async def _coordinator(
-    instance_id: str, prefill: list[FakePrefillNode], decode: list[FakeDecodeNode], settings: dict[str, Any]
+    instance_id: str,
+    prefill: list[FakePrefillNode],
+    decode: list[FakeDecodeNode],
+    settings: dict[str, Any],
+    identify: Identify,
 ) -> AsyncIterator[Ends]:
     config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **settings)
     registry = CollectorRegistry()
-    app = Coordinator(config, InstanceId(instance_id), registry)
+    app = Coordinator(config, InstanceId(instance_id), registry, identify)
     server = make_server()
     app.register(server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -50,6 +50,8 @@ sampling_params = st.builds(
 token_logprobs = st.builds(TokenLogprob, u32, st.floats(allow_nan=False, width=32))
 step_logprobs = st.builds(StepLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
 generated_tokens = st.builds(GeneratedToken, u32, st.none() | step_logprobs)
+tenants = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=64)
+ttls = st.none() | st.floats(0, allow_infinity=False)
 cached_tokens = st.builds(CachedTokens, u32, u32, u32)
 
 
@@ -62,6 +64,8 @@ def node_requests(draw: st.DrawFn) -> NodeRequest:
         draw(st.integers(1, len(token_ids))),
         draw(sampling_params),
         draw(st.binary(max_size=64)),
+        draw(tenants),
+        draw(ttls),
     )
 
 

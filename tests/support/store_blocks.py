@@ -6,7 +6,7 @@ import hashlib
 
 from kvrelay.kv.hashing import slab_checksum
 from kvrelay.types import BlockHash
-from kvstore.block import StoredBlock, namespace_key
+from kvstore.block import DEFAULT_TENANT, BlockInfo, StoredBlock, namespace_key
 
 NAMESPACE = namespace_key("m" * 64, "l" * 64)
 SLAB_BYTES = 8_000
@@ -27,3 +27,20 @@ def slab_of(number: int, num_bytes: int = SLAB_BYTES) -> bytes:
 def block_of(number: int, num_bytes: int = SLAB_BYTES) -> StoredBlock:
     slab = slab_of(number, num_bytes)
     return StoredBlock(slab, slab_checksum(slab))
+
+
+def info_of(
+    number: int, after: int | None = None, index: int = 0, *, tenant: str = DEFAULT_TENANT, ttl_s: float = 0.0
+) -> BlockInfo:
+    """A block alone, or the one that follows block `after`."""
+    parent = NAMESPACE + bytes(32) if after is None else key_of(after)
+    return BlockInfo(key_of(number), parent, index, tenant, ttl_s)
+
+
+def chain_of(*numbers: int, tenant: str = DEFAULT_TENANT, ttl_s: float = 0.0) -> list[BlockInfo]:
+    """Blocks that follow each other, the first from a root."""
+    befores = [None, *numbers]
+    return [
+        info_of(number, before, index, tenant=tenant, ttl_s=ttl_s)
+        for index, (number, before) in enumerate(zip(numbers, befores, strict=False))
+    ]

@@ -27,6 +27,7 @@ def finished_answer() -> ClientAnswer:
         prefill_node="a:1",
         decode_node="b:2",
         handoff_bytes=1_572_864,
+        prefix_hash=b"\xab\xcd",
     )
     return answer
 
@@ -65,6 +66,7 @@ def test_json() -> None:
         "nodes": {"prefill": "a:1", "decode": "b:2"},
         "handoff_bytes": 1_572_864,
         "retries": 0,
+        "prefix_hash": "abcd",
     }
 
 

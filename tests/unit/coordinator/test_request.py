@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.answer import Answer
 from coordinator.request import AcceptedRequest, RequestState, capped, may_succeed_elsewhere
+from coordinator.tenants import CacheScope
 from kvrelay import errors
 from kvrelay.cluster import ModelInfo
 from kvrelay.kv.hashing import block_hashes, chain_root
@@ -15,6 +16,7 @@ from kvrelay.types import CachedTokens, RequestId
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=2)
 MODEL = ModelInfo("m", "aa", "llama", 100, 300, (2,), LAYOUT, "float32", "plain")
+SCOPE = CacheScope(b"salt", "acme", 60.0)
 SAMPLING = SamplingParams(max_tokens=4, seed=9, stop=("x",))
 
 
@@ -24,7 +26,7 @@ class NoText:
 
 
 def state() -> RequestState:
-    accepted = AcceptedRequest(RequestId("r"), RequestId("r#1"), (5, 6, 7), SAMPLING, MODEL, b"salt")
+    accepted = AcceptedRequest(RequestId("r"), RequestId("r#1"), (5, 6, 7), SAMPLING, MODEL, SCOPE)
     return RequestState(accepted, Answer(NoText(), SAMPLING, (2,)), 10.0)
 
 
@@ -38,6 +40,7 @@ def test_resumed_request_asks_for_the_rest() -> None:
     node_request = request.node_request()
     assert node_request.token_ids == (5, 6, 7, 8)
     assert (node_request.num_prompt_tokens, node_request.request_id, node_request.tenant_salt) == (3, "r#1", b"salt")
+    assert (node_request.tenant, node_request.cache_ttl_s) == ("acme", 60.0)
     assert (node_request.sampling.seed, node_request.sampling.max_tokens, node_request.sampling.stop) == (9, 4, ())
     assert request.num_positions == 7  # prompt and whole answer, as in the first attempt
     root = chain_root("aa", LAYOUT.fingerprint, b"salt")

@@ -11,40 +11,45 @@ import pytest
 
 from kvrelay.errors import ConfigError, CorruptBlockError
 from kvstore.block import StoredBlock
-from kvstore.disk import MIN_DISK_BYTES, DiskFullError, DiskTier
-from tests.support.store_blocks import block_of, key_of
+from kvstore.disk import MIN_DISK_BYTES, Changes, DiskFullError, DiskTier
+from kvstore.entry import Entry
+from tests.support.store_blocks import SLAB_BYTES, block_of, info_of, key_of
 
 BOOT = "boot-1"
 DISK_BYTES = 4 << 20
 
 
-def open_tier(path: Path, disk_bytes: int = DISK_BYTES, boot_id: str = BOOT) -> DiskTier:
-    return DiskTier(path, disk_bytes, boot_id)
+def open_tier(path: Path, disk_bytes: int = DISK_BYTES, boot_id: str = BOOT, *, disposable: bool = False) -> DiskTier:
+    return DiskTier(path, disk_bytes, boot_id, disposable=disposable)
 
 
 def write(tier: DiskTier, *numbers: int) -> None:
-    tier.write([], [(key_of(n), block_of(n)) for n in numbers])
+    tier.write(Changes(blocks=[(entry_of(n), block_of(n)) for n in numbers]))
 
 
-def large(number: int) -> tuple[bytes, StoredBlock]:
-    return key_of(number), block_of(number, 60_000)
+def entry_of(number: int, slab_bytes: int = SLAB_BYTES) -> Entry:
+    return Entry(info_of(number), slab_bytes, last_used_s=float(number))
+
+
+def large(number: int) -> tuple[Entry, StoredBlock]:
+    return entry_of(number, 60_000), block_of(number, 60_000)
 
 
 def write_until_full(tier: DiskTier) -> None:
     for number in itertools.count():
-        tier.write([], [large(number)])
+        tier.write(Changes(blocks=[large(number)]))
 
 
 def abandon(tier: DiskTier) -> None:
     """As a killed process leaves it: no sync, no marker, but the lock is gone."""
     tier._env.close()
-    os.close(tier._directory._lock_fd)
+    os.close(tier.directory._lock_fd)
 
 
-def holds(path: Path, *, disk_bytes: int = DISK_BYTES, boot_id: str = BOOT) -> int:
-    tier = open_tier(path, disk_bytes, boot_id)
+def holds(path: Path, *, disk_bytes: int = DISK_BYTES, boot_id: str = BOOT, disposable: bool = False) -> int:
+    tier = open_tier(path, disk_bytes, boot_id, disposable=disposable)
     try:
-        return len(tier.scan())
+        return len(tier.scan().entries)
     finally:
         tier.close()
 
@@ -60,12 +65,12 @@ def test_written_blocks_are_read_and_scanned(tier: DiskTier) -> None:
     write(tier, 1, 2)
     assert tier.read(key_of(1)) == block_of(1)
     assert tier.read(key_of(3)) is None
-    assert sorted(tier.scan()) == sorted([(key_of(1), 8192), (key_of(2), 8192)])
+    assert sorted(tier.scan().entries, key=lambda one: one.last_used_s) == [entry_of(1), entry_of(2)]
 
 
 def test_delete_and_write_are_one_transaction(tier: DiskTier) -> None:
     write(tier, 1)
-    tier.write([key_of(1), key_of(9)], [(key_of(2), block_of(2))])
+    tier.write(Changes([key_of(1), key_of(9)], [(entry_of(2), block_of(2))]))
     assert tier.read(key_of(1)) is None
     assert tier.read(key_of(2)) == block_of(2)
 
@@ -80,30 +85,55 @@ def test_a_restart_finds_the_blocks_again(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_loses_nothing_within_one_boot(tmp_path: Path) -> None:
+    for disposable in (False, True):
+        path = tmp_path / str(disposable)
+        tier = open_tier(path, disposable=disposable)
+        write(tier, 1, 2)
+        abandon(tier)
+        assert holds(path, disposable=disposable) == 2
+
+
+@pytest.mark.parametrize("boot_id", ["boot-2", ""])
+def test_a_durable_tier_is_trusted_after_the_machine_went_down(tmp_path: Path, boot_id: str) -> None:
     tier = open_tier(tmp_path)
     write(tier, 1, 2)
     abandon(tier)
-    assert holds(tmp_path) == 2
+    assert holds(tmp_path, boot_id=boot_id) == 2
 
 
-def test_what_was_open_when_the_machine_went_down_is_not_trusted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("disposable_now", [False, True])
+def test_a_disposable_tier_that_was_open_when_the_machine_went_down_is_not_trusted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, disposable_now: bool
 ) -> None:
-    tier = open_tier(tmp_path)
+    """However it is opened then: what counts is how it was written."""
+    tier = open_tier(tmp_path, disposable=True)
     write(tier, 1, 2)
     abandon(tier)
-    assert holds(tmp_path, boot_id="boot-2") == 0
+    again = open_tier(tmp_path, boot_id="boot-2", disposable=disposable_now)
+    assert (again.scan().entries, again.num_wipes) == ([], 1)
+    again.close()
     assert "starts empty" in caplog.text
 
 
-def test_without_a_boot_id_only_a_clean_close_is_trusted(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, boot_id="")
+def test_without_a_boot_id_a_disposable_tier_is_trusted_after_a_clean_close_only(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, boot_id="", disposable=True)
     write(tier, 1)
     tier.close()
-    tier = open_tier(tmp_path, boot_id="")
-    assert len(tier.scan()) == 1
+    tier = open_tier(tmp_path, boot_id="", disposable=True)
+    assert len(tier.scan().entries) == 1
     abandon(tier)
-    assert holds(tmp_path, boot_id="") == 0
+    assert holds(tmp_path, boot_id="", disposable=True) == 0
+
+
+@pytest.mark.parametrize("disposable", [False, True])
+def test_a_durable_tier_is_synced_by_every_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disposable: bool
+) -> None:
+    opened: list[dict[str, object]] = []
+    real_open = lmdb.open
+    monkeypatch.setattr(lmdb, "open", lambda *args, **options: opened.append(options) or real_open(*args, **options))
+    open_tier(tmp_path, disposable=disposable).close()
+    assert [(one["sync"], one["metasync"], one["writemap"]) for one in opened] == [(not disposable, False, False)]
 
 
 @pytest.mark.parametrize("state", [b"", b"{not json", b"[]", json.dumps({"version": 99, "clean": True}).encode()])
@@ -160,7 +190,7 @@ def test_a_corrupt_record_is_told_from_a_missing_one(tier: DiskTier) -> None:
 def test_the_read_block_is_a_copy_of_its_own(tier: DiskTier) -> None:
     write(tier, 1)
     block = tier.read(key_of(1))
-    tier.write([key_of(1)], [])
+    tier.write(Changes([key_of(1)]))
     for number in range(2, 60):
         write(tier, number)
     assert block == block_of(1)
@@ -193,7 +223,7 @@ def test_a_full_map_is_told_and_recovered_from(tmp_path: Path) -> None:
         write_until_full(tier)
     assert tier.read(key_of(0)) == large(0)[1]
     tier.make_room([key_of(n) for n in range(3)])
-    tier.write([], [large(1000), large(1001)])
+    tier.write(Changes(blocks=[large(1000), large(1001)]))
     assert tier.read(key_of(1001)) == large(1001)[1]
     assert (tmp_path / "data.mdb").stat().st_size <= MIN_DISK_BYTES
     tier.close()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from kvrelay.errors import CorruptBlockError, InvalidRequestError
 from kvrelay.kv.hashing import slab_checksum
 from kvstore import record
-from kvstore.block import StoredBlock, namespace_key
+from kvstore.block import StoredBlock, model_key, namespace_key
 from tests.support.store_blocks import block_of, key_of
 
 
@@ -56,9 +56,13 @@ def test_a_record_under_another_key_is_found() -> None:
 
 
 def test_namespaces_differ_by_model_and_by_layout() -> None:
-    """The first 16 bytes of SHA-256 over the length-prefixed b"kvrelay-store-v1", model, layout."""
-    assert namespace_key("ab", "cd").hex() == "bed0de0edad4265c78dec6fd8c040967"
+    """8 bytes each of SHA-256 over length-prefixed fields: b"kvrelay-store-model-v1" and the model, and likewise."""
+    assert namespace_key("ab", "cd").hex() == "f092aa89951e4acba08fcbfc866bb970"
     assert namespace_key("a", "b") != namespace_key("b", "a")
+
+
+def test_the_namespaces_of_a_model_begin_with_its_key() -> None:
+    assert namespace_key("ab", "cd")[:8] == namespace_key("ab", "ef")[:8] == model_key("ab") != model_key("cd")
 
 
 @pytest.mark.parametrize("fingerprint", ["", "f" * 129])

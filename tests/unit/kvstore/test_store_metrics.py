@@ -1,7 +1,7 @@
 from prometheus_client import CollectorRegistry
 
 from kvstore.metrics import StoreCollector
-from kvstore.store import StoreStats, TierHoldings
+from kvstore.stats import StoreStats, TierHoldings
 
 
 def test_every_count_of_the_store_is_exported() -> None:
@@ -11,6 +11,13 @@ def test_every_count_of_the_store_is_exported() -> None:
         misses=11,
         corrupt=12,
         write_failures=13,
+        refused=14,
+        expired=15,
+        not_worth=19,
+        num_pinned=16,
+        file_bytes=17,
+        disk_writing=True,
+        wipes=18,
     )
     registry = CollectorRegistry()
     StoreCollector(registry, lambda: stats)
@@ -28,6 +35,13 @@ def test_every_count_of_the_store_is_exported() -> None:
         ("kvrelay_store_misses_total", None): 11,
         ("kvrelay_store_corrupt_total", None): 12,
         ("kvrelay_store_write_failures_total", None): 13,
+        ("kvrelay_store_refused_total", None): 14,
+        ("kvrelay_store_expired_total", None): 15,
+        ("kvrelay_store_not_worth_total", None): 19,
+        ("kvrelay_store_pinned_blocks", None): 16,
+        ("kvrelay_store_file_bytes", None): 17,
+        ("kvrelay_store_disk_writing", None): 1,
+        ("kvrelay_store_wipes_total", None): 18,
     }
     for (name, tier), value in expected.items():
         assert registry.get_sample_value(name, {"tier": tier} if tier else {}) == value

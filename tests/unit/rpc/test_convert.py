@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvrelay.rpc import (
     convert_types,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
-from kvrelay.types import CachedTokens, FinishReason, Role, Tier
+from kvrelay.types import CachedTokens, FinishReason, RequestId, Role, Tier
 from tests.support import messages
 from tests.support.messages import EXAMPLE_NODE, EXAMPLE_REQUEST
 
@@ -143,7 +144,8 @@ def test_unset_fields_become_defaults() -> None:
     assert convert_types.sampling_params_from_pb(types_pb2.SamplingParams()) == SamplingParams()
     assert convert_cluster.node_status_from_pb(cluster_pb2.NodeStatus()) == NodeStatus()
     wire = types_pb2.NodeRequest(request_id="r", token_ids=[1], num_prompt_tokens=1)
-    assert convert_types.node_request_from_pb(wire).sampling == SamplingParams()
+    assert convert_types.node_request_from_pb(wire) == NodeRequest(RequestId("r"), (1,), 1, SamplingParams())
+    assert convert_types.node_request_from_pb(wire).tenant == "default"
     assert convert_prefill.prefill_event_from_pb(
         prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
     ) == PrefillStarted(CachedTokens())
@@ -194,6 +196,11 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
             r"num_prompt_tokens is 0; allowed is \[1, 1\]",
         ),
         (convert_types.node_request_from_pb, request(tenant_salt=b"x" * 65), "tenant_salt has 65 bytes; at most 64"),
+        (convert_types.node_request_from_pb, request(tenant="t" * 65), "allowed are 1 to 64 printable characters"),
+        (convert_types.node_request_from_pb, request(tenant="a\x1b[2J"), r"tenant is 'a\\x1b\[2J'"),
+        (convert_types.node_request_from_pb, request(cache_ttl_s=-1.0), "cache_ttl_s is -1; allowed is a number of"),
+        (convert_types.node_request_from_pb, request(cache_ttl_s=math.inf), "cache_ttl_s is inf; allowed is a number"),
+        (convert_types.node_request_from_pb, request(cache_ttl_s=math.nan), "cache_ttl_s is nan; allowed is a number"),
         (
             convert_decode.reserve_request_from_pb,
             decode_pb2.ReserveRequest(request=request(), num_tokens=2),

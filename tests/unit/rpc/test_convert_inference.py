@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvrelay.errors import InvalidRequestError
@@ -37,6 +39,7 @@ EVENTS: list[GenerateEvent] = [
         handoff_bytes=2**40,
         stop_string="x",
         retries=2,
+        prefix_hash=bytes(range(32)),
     ),
     RequestFailed("unavailable", "gone", retryable=True, retry_after_s=1.5),
 ]
@@ -51,6 +54,23 @@ def test_events_survive_the_wire(event: GenerateEvent) -> None:
 @pytest.mark.parametrize("n", [1, 2, 128, 129])
 def test_the_number_of_answers_survives_the_wire(n: int) -> None:
     request = GenerateRequest(TextPrompt("hello"), n=n)
+    wire = convert_inference.generate_request_to_pb(request).SerializeToString()
+    assert convert_inference.generate_request_from_pb(inference_pb2.GenerateRequest.FromString(wire)) == request
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"cache_salt": "a\0b:/ü"},
+        {"cache_salt": ""},  # refused by the coordinator, so it has to arrive as what it is
+        {"public_cache": "docs"},
+        {"cache_ttl_s": 0.0},
+        {"cache_ttl_s": 300.5},
+    ],
+)
+def test_what_a_request_says_of_caching_survives_the_wire(changes: dict[str, Any]) -> None:
+    request = GenerateRequest(TextPrompt("hello"), **changes)
     wire = convert_inference.generate_request_to_pb(request).SerializeToString()
     assert convert_inference.generate_request_from_pb(inference_pb2.GenerateRequest.FromString(wire)) == request
 
