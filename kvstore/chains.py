@@ -32,8 +32,13 @@ class Chains:
         """Whether nothing here follows the block."""
         return key not in self._followers
 
+    def followers(self, parent: bytes) -> Collection[bytes]:
+        """The keys that follow it at once."""
+        followers = self._followers.get(parent, ())
+        return (followers,) if isinstance(followers, bytes) else followers
+
     def num_edges(self) -> int:
-        return sum(1 for parent in self._followers for _ in self._of(parent))
+        return sum(1 for parent in self._followers for _ in self.followers(parent))
 
     def deepest_first(self, key: bytes) -> list[bytes]:
         """The block and all that follow it; each comes after what follows it."""
@@ -47,8 +52,4 @@ class Chains:
         while upcoming:
             parent = upcoming.pop()
             yield parent
-            upcoming.extend(self._of(parent))
-
-    def _of(self, parent: bytes) -> Collection[bytes]:
-        followers = self._followers.get(parent, ())
-        return (followers,) if isinstance(followers, bytes) else followers
+            upcoming.extend(self.followers(parent))
