@@ -118,7 +118,16 @@ async def on_trial(cluster: Ends) -> FakeDecodeNode:
     return node
 
 
+async def until_known_idle(cluster: Ends, node: FakeDecodeNode) -> None:
+    """What the coordinator knows of the node is as old as its last status, and what seems busy is not asked first."""
+    members = [one for one in cluster.app._cluster.members.all() if one.info.address == node.address]
+    async with asyncio.timeout(TIMEOUT_S):
+        while any(one.num_assigned or one.status.blocks != node.blocks() for one in members):
+            await asyncio.sleep(0.01)
+
+
 async def check_is_tried(cluster: Ends, node: FakeDecodeNode) -> None:
+    await until_known_idle(cluster, node)
     num_before = len(node.requests)
     assert await answers(cluster, 1) == [0]
     assert len(node.requests) == num_before + 1

@@ -109,12 +109,17 @@ async def test_a_short_prompt_passes_a_long_one() -> None:
     """Both wait for the store; the short one, though admitted later, has its token first."""
     async with prefill_bench(budget=64) as bench:
         bench.store.gate.clear()
-        long = asyncio.create_task(prefill(bench, make_request(300)))
-        await reach_loading(bench)
-        short = asyncio.create_task(prefill(bench, make_request(20, first=100)))
-        await bench.wait_for_status(lambda: bench.jobs.status(ready=True).num_running == 2)
-        bench.store.gate.set()
-        await asyncio.gather(short, long)
+        async with bench.client.prefill(make_request(300), None) as long:
+            await reach_loading(bench)
+            async with bench.client.prefill(make_request(20, first=100), None) as short:
+                await bench.wait_for_status(lambda: bench.jobs.status(ready=True).num_running == 2)
+                bench.runner.gate.clear()  # or the long one might be through before the engine hears of the other
+                bench.store.gate.set()
+                for replies in (long, short):
+                    assert isinstance(await anext(replies), PrefillStarted)  # told once the engine is to compute it
+                bench.runner.gate.set()
+                for replies in (long, short):
+                    assert isinstance(await anext(replies), PrefillFinished)
         assert bench.runner.drawn == [20, 300]
 
 

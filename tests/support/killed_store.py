@@ -1,8 +1,8 @@
 """A process with a store that puts until it is killed; run as a script, it forks one for each line it reads.
 
-Each child opens the store, proves every block there and that none is there without its parent, says so, then puts
-chains of blocks, waits for the disk, and says which block was the last one that the disk has; every fourth one also
-writes its file anew in between.
+Each child says its pid, opens the store, proves every block there and that none is there without its parent, says so,
+then puts chains of blocks, waits for the disk, and says which block was the last one that the disk has; every fourth one
+also writes its file anew in between.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def main(path: Path) -> None:
         child = os.fork()
         if child == 0:
             status = 1
+            _say(f"pid {os.getpid()}")  # not the parent, which may be held up until the child has said more
             try:
                 asyncio.run(_run(path, int(line)))
             except AssertionError as error:
                 _say(f"wrong {error}")
             finally:
                 os._exit(status)
-        _say(f"pid {child}")
         os.waitpid(child, 0)
         _say("dead")
 
