@@ -1,8 +1,8 @@
 """A process with a store that puts until it is killed; run as a script, it forks one for each line it reads.
 
 Each child says its pid, opens the store, proves every block there and that none is there without its parent, says so,
-then puts chains of blocks, waits for the disk, and says which block was the last one that the disk has; every fourth one
-also writes its file anew in between.
+then puts chains of blocks, waits for the disk, and says which block was the last one that the disk has; every fourth
+one also writes its file anew in between.
 """
 
 from __future__ import annotations
