@@ -120,11 +120,13 @@ class PrefillCore:
         self._admit()
 
     def start(self, job_id: JobId, meeting: Meeting) -> None:
-        """Begins to compute an admitted job; `meeting` is with its blocks that were, or will be, loaded."""
+        """Begins to compute an admitted job, whose blocks before `meeting` are filled, and some in it will be."""
         job = self._jobs[job_id]
         sequence = job.sequence
         sequence.block_table = self.pool.commit(_reservation(job_id))
         job.started, job.meeting = True, meeting
+        sequence.num_computed_tokens = meeting.first * self.block_tokens
+        self._register(sequence)
         self.scheduler.start(job_id, sequence.num_uncomputed)
         self._claim(job_id, job, 0)
         self._events.append(Computed(job_id, sequence.num_computed_tokens, None))

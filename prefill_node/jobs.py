@@ -171,11 +171,11 @@ class PrefillJobs:
         self, job_id: JobId, sequence: Sequence, target: HandoffTarget | None, progress: Progress, load: PrefixLoad
     ) -> AsyncGenerator[PrefillStarted | PrefillFinished, None]:
         started = self._clock()
-        await load.wait_head_start()
-        self._engine.post(lambda core: core.start(job_id, load.meeting))
         finishing = asyncio.create_task(self._finish(sequence, target, progress, load, started))
         finishing.add_done_callback(lambda _: load.stop())
         try:
+            meeting = await load.wait_head_start()
+            self._engine.post(lambda core: core.start(job_id, meeting))
             await load.ended()
             cached = self._cached(progress, load)
             self._metrics.started(cached, sequence.block_tokens)

@@ -1,7 +1,8 @@
 """The way of a prompt's first blocks from the store into the blocks set aside for it, while the engine may compute.
 
-The last block that the store has comes first. The engine begins at the front when the load has had its head start, and
-the two meet; what the load had brought by then, however it ended, is not computed.
+During its head start a load goes from the front, and what it brings leaves for the decode node at once. When the engine
+begins, the rest is loaded from the back, the last block first, until the two meet; what the load had brought by then,
+however it ended, is not computed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from enum import Enum
 from functools import partial
@@ -18,9 +20,9 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import CorruptBlockError, KVRelayError
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.hashing import Buffer
-from kvrelay.kv.load_or_compute import LoadOrCompute
+from kvrelay.kv.load_or_compute import LoadOrCompute, LoadPlan
 from kvrelay.kv.meeting import Meeting
-from kvrelay.types import BlockId, Tier
+from kvrelay.types import BlockHash, BlockId, Tier
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.progress import Progress
 
@@ -67,29 +69,37 @@ class PrefixLoader:
 
 
 class PrefixLoad:
-    """One job's. `tiers` are those of the blocks that came, `meeting` is what the engine is given to compute around."""
+    """One job's. `tiers` are those of the blocks that came."""
 
     def __init__(self, loader: PrefixLoader, sequence: Sequence, progress: Progress) -> None:
         self.tiers: list[Tier] = []
-        self.meeting = Meeting(progress.num_cached_blocks, sequence.num_reusable_blocks)
         self._loader = loader
         self._sequence = sequence
         self._progress = progress
-        self._first = progress.num_cached_blocks
-        self._began_at = self._first_at = loader.clock()
-        self._head_start = asyncio.Event()  # is over
-        self._task: asyncio.Task[None] | None = None
-        if loader.store is not None and not self.meeting.is_met:
-            self._plan = loader.costs.choose(sequence.num_reusable_blocks - self._first, loader.num_waiting_tokens)
-            self._task = asyncio.create_task(self._run(loader.store))
+        self._first, self._end = progress.num_cached_blocks, sequence.num_reusable_blocks  # blocks to ask for
+        self._is_known = False  # that the store has all up to _end
+        self._plan = LoadPlan(loads=False)
+        self._asked_at = self._began_at = self._first_at = loader.clock()
+        self._task: asyncio.Task[LoadOutcome | None] | None = None
+        progress.found(self._first * sequence.block_tokens)
 
-    async def wait_head_start(self) -> None:
-        """Returns when the engine shall begin: nothing more is loaded, or it takes too long."""
-        if self._task is None:
-            return
-        await self._wait_at_most(self._plan.head_start_s)
-        if self.meeting.num_loaded * 2 > self.meeting.end - self._first:
-            await self._wait_at_most(self._plan.head_start_s)  # well under way: sooner done than a step of the engine
+    async def wait_head_start(self) -> Meeting:
+        """Returns when the engine shall begin, and what it computes around: the rest comes meanwhile, if any does."""
+        store = self._loader.store
+        if store is None or self._first == self._end:
+            return Meeting(self._first, self._first)
+        self._plan = self._choose()
+        outcome: LoadOutcome | None = LoadOutcome.SKIPPED
+        if self._plan.loads:
+            head_start_s = self._plan.head_start_s
+            outcome = await self._load_front(store, head_start_s) if head_start_s > 0 else None
+        front = self._first + len(self.tiers)
+        if outcome is not None:
+            self._end_with(outcome)
+            return Meeting(front, front)
+        meeting = Meeting(front, self._end)
+        self._task = asyncio.create_task(self._load_back(store, meeting))
+        return meeting
 
     async def ended(self) -> None:
         """Returns when no more blocks come. Raises what went wrong in here, which is nothing that a store did."""
@@ -110,83 +120,122 @@ class PrefixLoad:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _wait_at_most(self, limit_s: float) -> None:
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._head_start.wait()
-        except TimeoutError:
-            return
+    # From the front
 
-    async def _run(self, store: BlockStore) -> None:
-        """Loads until all is here, the engine is met, or the time is over."""
-        outcome = LoadOutcome.SKIPPED
+    async def _load_front(self, store: BlockStore, head_start_s: float) -> LoadOutcome | None:
+        """None when the head start was over first. Nothing writes any more when this returns."""
+        self._task = front = asyncio.create_task(self._fill_front(store))
         try:
-            if self._plan.loads:
-                outcome = await self._load_until_met(store)
+            await asyncio.wait([front], timeout=head_start_s)
+            if not front.done() and len(self.tiers) * 2 > self._end - self._first:
+                await asyncio.wait([front], timeout=head_start_s)  # sooner done than a step of the engine
+            if front.cancelled():
+                return LoadOutcome.SHORT  # by `stop`
+            return front.result() if front.done() else None
         finally:
-            self._head_start.set()
-        took_s = self._loader.clock() - self._began_at
-        if self.tiers:
-            self._loader.costs.loaded(len(self.tiers), self._first_at - self._began_at, took_s)
-        self._loader.metrics.loaded(outcome.value, took_s, len(self.tiers) * self._sequence.block_tokens)
+            front.cancel()
+            await asyncio.gather(front, return_exceptions=True)
 
-    async def _load_until_met(self, store: BlockStore) -> LoadOutcome:
-        loading = asyncio.create_task(self._load(store))
-        met = asyncio.create_task(self._progress.wait_until(lambda: self.meeting.is_met))
+    async def _fill_front(self, store: BlockStore) -> LoadOutcome | None:
+        outcome = await self._ask(store)
+        if outcome is not None:
+            return outcome
+        if self._plan.head_start_s == 0.0:
+            return None  # it has less than was hoped for
+        block_tokens = self._sequence.block_tokens
+
+        def write(slab: Buffer) -> bool:
+            self._write(slab, self._first + len(self.tiers))
+            self._progress.found((self._first + len(self.tiers) + 1) * block_tokens)
+            return True
+
+        return await self._fill(store, self._sequence.block_hashes[self._first : self._end], write)
+
+    # From the back
+
+    async def _load_back(self, store: BlockStore, meeting: Meeting) -> None:
+        """Until all is here, the engine is met, or the time is over."""
+        if not self.tiers:
+            self._began_at = self._loader.clock()
+        filling = asyncio.create_task(self._fill_back(store, meeting))
+        met = asyncio.create_task(self._progress.wait_until(lambda: meeting.is_met))
         try:
-            await asyncio.wait({loading, met}, timeout=self._loader.limit_s, return_when=asyncio.FIRST_COMPLETED)
-            return loading.result() if loading.done() else self._given_up(store)
+            left_s = self._loader.limit_s - (self._loader.clock() - self._asked_at)
+            await asyncio.wait({filling, met}, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+            outcome = filling.result() if filling.done() else self._given_up(store, meeting)
         finally:
-            loading.cancel()
+            filling.cancel()
             met.cancel()
-            await asyncio.gather(loading, met, return_exceptions=True)
+            await asyncio.gather(filling, met, return_exceptions=True)
+        self._end_with(outcome)
 
-    def _given_up(self, store: BlockStore) -> LoadOutcome:
+    async def _fill_back(self, store: BlockStore, meeting: Meeting) -> LoadOutcome:
+        if not self._is_known:
+            outcome = await self._ask(store)
+            meeting.shorten(self._end)
+            if outcome is not None:
+                return outcome
+
+        def write(slab: Buffer) -> bool:
+            return meeting.load(partial(self._write, slab))
+
+        return await self._fill(store, self._sequence.block_hashes[meeting.first : self._end][::-1], write)
+
+    def _given_up(self, store: BlockStore, meeting: Meeting) -> LoadOutcome:
         """Of a load that went on when the engine met it, or when its time was over."""
-        waited_s = self._loader.clock() - self._began_at
         if self.tiers:
-            return LoadOutcome.MET if self.meeting.is_met else LoadOutcome.SHORT
+            return LoadOutcome.MET if meeting.is_met else LoadOutcome.SHORT
+        waited_s = self._loader.clock() - self._asked_at
         self._loader.costs.stalled(waited_s)
         if waited_s >= STALL_S:
             store.stalled(self._sequence.chain)
         return LoadOutcome.STALLED
 
-    async def _load(self, store: BlockStore) -> LoadOutcome:
-        sequence = self._sequence
-        wanted = sequence.block_hashes[self._first : sequence.num_reusable_blocks]
+    # Both
+
+    async def _ask(self, store: BlockStore) -> LoadOutcome | None:
+        """Learns how much of the prompt the store has; the outcome if that leaves nothing to load."""
         num_failures = store.num_failures
-        held = len(await store.match(wanted, sequence.chain))
+        wanted = self._sequence.block_hashes[self._first : self._sequence.num_reusable_blocks]
+        held = len(await store.match(wanted, self._sequence.chain))
+        self._end, self._is_known = self._first + held, True
         if held == 0:
             return LoadOutcome.MISSED if store.num_failures == num_failures else LoadOutcome.FAILED
-        if held < len(wanted):
-            self.meeting.shorten(self._first + held)
-            plan = self._loader.costs.choose(held, self._loader.num_waiting_tokens)
-            if not plan.loads:
-                return LoadOutcome.SKIPPED
-            if plan.head_start_s == 0.0:
-                self._head_start.set()
-        try:
-            return await self._fill(store, held)
-        except KVRelayError as error:
-            logger.warning("%d of %d blocks of a prefix were loaded: %s", len(self.tiers), held, error)
-            return LoadOutcome.SHORT
+        if held == len(wanted):
+            return None
+        self._plan = self._choose()
+        return None if self._plan.loads else LoadOutcome.SKIPPED
 
-    async def _fill(self, store: BlockStore, held: int) -> LoadOutcome:
-        """The last block first. Writes only between its own awaits."""
-        wanted = self._sequence.block_hashes[self._first : self._first + held][::-1]
-        async with aclosing(store.get(wanted, self._sequence.chain)) as slabs:
-            async for block_hash, slab, tier in slabs:
-                if len(self.tiers) == held or block_hash != wanted[len(self.tiers)]:
-                    raise CorruptBlockError("the store sent a block that was not asked for")
-                if not self.meeting.load(partial(self._write, slab)):
-                    return LoadOutcome.MET
-                if not self.tiers:
-                    self._first_at = self._loader.clock()
-                self.tiers.append(tier)
-        if len(self.tiers) == held:
+    def _choose(self) -> LoadPlan:
+        return self._loader.costs.choose(self._end - self._first, self._loader.num_waiting_tokens)
+
+    async def _fill(self, store: BlockStore, wanted: Seq[BlockHash], write: Callable[[Buffer], bool]) -> LoadOutcome:
+        """In the order of `wanted`, until `write` will have no more. Writes only between its own awaits."""
+        num_found = 0
+        try:
+            async with aclosing(store.get(wanted, self._sequence.chain)) as slabs:
+                async for block_hash, slab, tier in slabs:
+                    if num_found == len(wanted) or block_hash != wanted[num_found]:
+                        raise CorruptBlockError("the store sent a block that was not asked for")
+                    if not write(slab):
+                        return LoadOutcome.MET
+                    if not self.tiers:
+                        self._first_at = self._loader.clock()
+                    self.tiers.append(tier)
+                    num_found += 1
+        except KVRelayError as error:
+            logger.warning("%d of %d blocks of a prefix were loaded: %s", num_found, len(wanted), error)
+            return LoadOutcome.SHORT
+        if num_found == len(wanted):
             return LoadOutcome.COMPLETE
-        logger.warning("%d of %d blocks of a prefix were loaded, the rest is computed", len(self.tiers), held)
+        logger.warning("%d of %d blocks of a prefix were loaded, the rest is computed", num_found, len(wanted))
         return LoadOutcome.SHORT
 
     def _write(self, slab: Buffer, index: int) -> None:
         self._loader.write_slab(self._progress.block_ids[index], slab)
+
+    def _end_with(self, outcome: LoadOutcome) -> None:
+        now, num_blocks = self._loader.clock(), len(self.tiers)
+        if self.tiers:
+            self._loader.costs.loaded(num_blocks, self._first_at - self._began_at, now - self._began_at)
+        self._loader.metrics.loaded(outcome.value, now - self._asked_at, num_blocks * self._sequence.block_tokens)

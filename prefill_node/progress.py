@@ -20,7 +20,7 @@ class Progress:
     def __init__(self) -> None:
         self.block_ids: tuple[BlockId, ...] = ()  # set once the job is admitted
         self.num_cached_blocks = 0  # of block_ids, found in the pool
-        self.num_computed_tokens = 0  # positions whose KV is final and may be sent; 0 until the prefix is loaded
+        self.num_computed_tokens = 0  # positions whose KV is final and may be sent, computed here or not
         self.first_token: GeneratedToken | None = None
         self.finished_at = 0.0  # when first_token came
         self.error: KVRelayError | None = None
@@ -37,6 +37,11 @@ class Progress:
                     self.first_token, self.finished_at = event.token, now
             case Failed():
                 self.fail(event.error)
+        self.notify()
+
+    def found(self, num_tokens: int) -> None:
+        """KV of the first `num_tokens` positions is in the job's blocks, before the engine does anything."""
+        self.num_computed_tokens = num_tokens
         self.notify()
 
     def fail(self, error: KVRelayError) -> None:

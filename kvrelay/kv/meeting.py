@@ -16,9 +16,10 @@ MIN_CLAIM_BLOCKS = 8  # a step of fewer tokens than they have is no cheaper
 
 
 class Meeting:
-    """Of the blocks [first, end) of one prompt, which may be loaded; what follows is computed in any case."""
+    """Of the blocks [first, end) of a prompt, which may be loaded. Those before are here; what follows is computed."""
 
     def __init__(self, first: int, end: int) -> None:
+        self.first = first
         self.end = end
         self.loaded_from = end  # the first of those that are loaded; final once the two have met
         self._computed_to = first  # where the engine has nothing to do with the blocks yet

@@ -1,7 +1,8 @@
 """A process with a store that puts until it is killed; run as a script, it forks one for each line it reads.
 
 Each child says its pid, opens the store, proves every block there and that none is there without its parent, says so,
-then puts chains of blocks, waits for the disk, and says which block was the last one that the disk has.
+then puts chains of blocks, waits for the disk, and says which block was the last one that the disk has; every fourth
+one also writes its file anew in between.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ async def _run(path: Path, start: int) -> None:
         await store.flush(FLUSH_S)
         assert store.match([key_of(first)]) != [Tier.NONE]
         _say(f"written {first + CHAIN - 1}")
+        if start % 4 == 0:
+            async for _ in store.compact():
+                pass
 
 
 def _chains(start: int) -> Iterator[int]:

@@ -104,7 +104,9 @@ class FakeStore:
         self.tiers: dict[BlockHash, Tier] = {}
         self.corrupt: set[BlockHash] = set()
         self.hangs: set[BlockHash] = set()
+        self.hung = asyncio.Event()
         self.fails = False
+        self.num_given = 0
         self.num_failures = self.num_corrupt = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -139,9 +141,11 @@ class FakeStore:
     ) -> AsyncGenerator[tuple[BlockHash, Buffer, Tier], None]:
         for block_hash in hashes:
             if block_hash in self.hangs:
+                self.hung.set()
                 await asyncio.Event().wait()
             if block_hash not in self.tiers or block_hash in self.corrupt:
                 return
+            self.num_given += 1
             yield block_hash, b"s" * LAYOUT.slab_bytes, self.tiers[block_hash]
 
 
