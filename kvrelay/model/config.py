@@ -111,12 +111,18 @@ def from_gguf(metadata: Mapping[str, Any], *, vocab_size: int, tie_word_embeddin
     )
 
 
+def hf_architecture(config: Mapping[str, Any]) -> str:
+    """What config.json calls the model."""
+    names = config.get("architectures")
+    return str(names[0] if isinstance(names, list) and names else config.get("model_type", "unknown"))
+
+
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Config from config.json, with generation_config.json's end-of-sequence ids if there is one.
 
     Raises ModelFileError for an architecture or a feature that is not served, and for a missing key.
     """
-    architecture = (config.get("architectures") or [config.get("model_type")])[0]
+    architecture = hf_architecture(config)
     if architecture not in HF_ARCHITECTURES:
         raise ModelFileError(f"architecture {architecture!r} is not served; known are {_names(HF_ARCHITECTURES)}")
     for name in ("attention_bias", "mlp_bias"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvrelay.errors import ModelFileError
 from kvrelay.gguf_metadata import read_header
-from kvrelay.model.config import from_gguf, from_hf
+from kvrelay.model.config import from_gguf, from_hf, hf_architecture
 from kvrelay.model.hf_files import CONFIG_NAME, read_json
 
 # What a number is called: in config.json, which differs by family, and last in GGUF, after the architecture's name.
@@ -27,6 +27,8 @@ _LATENT = ("kv_lora_rank", "attention.kv_lora_rank")
 _LATENT_ROTARY = ("qk_rope_head_dim", "rope.dimension_count")
 _WINDOW = ("sliding_window", "attention_chunk_size", "attention.sliding_window")
 _MAX_LEN = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+
+_MAX_LAYERS = 10_000  # each is looked at
 
 _KINDS_WITH_KV = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 _KINDS_WITHOUT_KV = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
@@ -63,8 +65,7 @@ def shape_from_hf(config: Mapping[str, Any]) -> KVShape:
         raise ModelFileError("config.json is of an encoder and a decoder, each with KV of its own; plan knows decoders")
     text = config.get("text_config")  # of a model that takes images or sound, too
     numbers = _Numbers(CONFIG_NAME, text if isinstance(text, Mapping) else config)
-    names = config.get("architectures") or [config.get("model_type", "unknown")]
-    return _shape(str(names[0]), numbers, lambda: from_hf(config))
+    return _shape(hf_architecture(config), numbers, lambda: from_hf(config))
 
 
 def shape_from_gguf(metadata: Mapping[str, Any]) -> KVShape:
@@ -80,6 +81,8 @@ def shape_from_gguf(metadata: Mapping[str, Any]) -> KVShape:
 def _shape(architecture: str, numbers: _Numbers, check_served: Callable[[], object]) -> KVShape:
     """`check_served` raises ModelFileError, saying why, when kvrelay does not serve the model."""
     num_layers = numbers.count(_LAYERS)
+    if num_layers > _MAX_LAYERS:
+        raise ModelFileError(f"{numbers.source} has {num_layers} layers; at most {_MAX_LAYERS} are believed")
     kinds = numbers.layer_kinds(num_layers)
     kv_heads = _kv_heads_by_layer(numbers, num_layers, kinds)
     values, formula = _latents(numbers, len(kv_heads)) if numbers.has(_LATENT) else _heads(numbers, kv_heads)
@@ -187,7 +190,10 @@ class _Numbers:
 
     def layer_kinds(self, num_layers: int) -> list[str]:
         """The kind of each layer; none if they are not listed."""
-        kinds = [str(kind) for kind in self.values.get("layer_types") or ()]
+        listed = self.values.get("layer_types") or []
+        if not isinstance(listed, list):
+            raise ModelFileError(f"{self.source} has layer_types {listed!r}; a list was expected")
+        kinds = [str(kind) for kind in listed]
         unknown = [kind for kind in kinds if kind not in _KINDS_WITH_KV + _KINDS_WITHOUT_KV]
         if unknown:
             known = ", ".join(_KINDS_WITH_KV + _KINDS_WITHOUT_KV)

@@ -55,8 +55,12 @@ def read_weight_bytes(path: Path) -> WeightBytes:
 
 def _safetensors(directory: Path) -> list[Path]:
     index = directory / INDEX_NAME
-    names = read_json(index).get("weight_map", {}).values() if index.is_file() else [WEIGHTS_NAME]
-    return [directory / str(name) for name in sorted(set(names))]
+    if not index.is_file():
+        return [directory / WEIGHTS_NAME]
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ModelFileError(f"{index} must say in weight_map which file each tensor is in")
+    return [directory / name for name in sorted(set(map(str, files.values())))]
 
 
 def _parts(path: Path) -> list[Path]:

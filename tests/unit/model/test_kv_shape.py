@@ -143,6 +143,15 @@ def test_the_names_of_gpt_2() -> None:
     assert (shape.token_values, shape.max_model_len) == (12 * 2 * 768, 1024)
 
 
+@pytest.mark.parametrize("names", [None, [], {"a": 1}, "LlamaForCausalLM"])
+def test_without_a_list_of_architectures_the_type_is_the_name(names: object) -> None:
+    shape = of(architectures=names, model_type="strange")
+    assert (shape.architecture, shape.unserved) == (
+        "strange",
+        "architecture 'strange' is not served; known are LlamaForCausalLM",
+    )
+
+
 def test_a_model_for_images_has_its_numbers_one_level_down() -> None:
     shape = shape_from_hf({"architectures": ["SomeVisionModel"], "text_config": LLAMA_3_8B, "hidden_size": 7})
     assert (shape.architecture, shape.token_values) == ("SomeVisionModel", 65_536)
@@ -188,6 +197,8 @@ def test_what_may_be_less_is_said(values: dict[str, Any], said: str) -> None:
         ({"layer_types": ["mamba"] * 4}, "no layer of the model keeps KV"),
         ({"layer_types": ["full_attention"]}, "lists the kinds of 1 layers, and has 4"),
         ({"layer_types": ["magic"] * 4}, "layers of kind magic; plan knows attention, full_attention"),
+        ({"layer_types": 5}, "has layer_types 5; a list was expected"),
+        ({"num_hidden_layers": 10**12}, "has 1000000000000 layers; at most 10000 are believed"),
         ({"mamba_d_state": 16}, "config.json has mamba_d_state: not every layer"),
         ({"attn_config": {"kv_n_heads": 8}}, "config.json has attn_config: not every layer"),
         ({"index_head_dim": 128}, "config.json has index_head_dim: not every layer"),

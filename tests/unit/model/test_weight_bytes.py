@@ -61,6 +61,13 @@ def test_shards_count_once_each_and_files_beside_the_index_do_not(tmp_path: Path
         read_weight_bytes(tmp_path)
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["1.safetensors"]}])
+def test_an_index_that_names_no_files_is_refused(index: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFileError, match=r"index\.json must say in weight_map which file each tensor is in"):
+        read_weight_bytes(tmp_path)
+
+
 def test_gguf_keeps_what_is_quantised_until_it_is_unpacked(tmp_path: Path) -> None:
     weights = read_weight_bytes(write_gguf(tmp_path / "tiny.gguf"))
     assert weights.num_floats == 64
