@@ -46,8 +46,9 @@ class DiskBooks:
         return [*gone, *self.expire()]
 
     def reserve(self, info: BlockInfo, slab_bytes: int, pinned_until: float) -> dict[bytes, int] | None:
-        """Makes room for a block and enters it; None where quota or pins leave none, or its parent is not here."""
-        if self._is_orphan(info):
+        """Makes room for a block and enters it; None where quota or pins leave none, its parent is not here, or
+        its place in its chain cannot be."""
+        if self._is_orphan(info) or not self.index.accepts(info):
             return None
         now, num_bytes = self._now(), disk_bytes(slab_bytes)
         evicted = self.index.make_room(num_bytes, info.tenant, now, (info.parent,))

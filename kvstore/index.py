@@ -117,8 +117,27 @@ class TierIndex:
         self._remember_evicted(evicted)
         return [entry.info.key for entry in expired + evicted]
 
+    def accepts(self, info: BlockInfo) -> bool:
+        """Whether its place in its chain fits those of the blocks beside it that are here.
+
+        Whoever computed a block says what it follows; what is said wrongly, or to do harm, could close a circle.
+        """
+        parent = self._entries.get(info.parent)
+        fits_parent = parent is None or parent.info.chain_index == info.chain_index - 1
+        followers = (self._entries[key].info for key in self._chains.followers(info.key))
+        return (
+            info.parent != info.key
+            and fits_parent
+            and all(follower.chain_index == info.chain_index + 1 for follower in followers)
+        )
+
     def add(self, info: BlockInfo, num_bytes: int, now: float) -> None:
-        """Takes the place of what is here under the same key. Raises ValueError if room was not made."""
+        """Takes the place of what is here under the same key.
+
+        Raises ValueError if room was not made, or if it is not accepted.
+        """
+        if not self.accepts(info):
+            raise ValueError(f"place {info.chain_index} of {info.key.hex()} does not fit those beside it in its chain")
         known = self._entries.get(info.key)
         if known is not None:
             self._forget(known)
@@ -132,8 +151,8 @@ class TierIndex:
             self._remember(info, num_bytes, now, known.hits, known.pinned_until)
 
     def restore(self, info: BlockInfo, num_bytes: int, last_used: float, hits: int) -> bool:
-        """At start, a block of an earlier process, the least recently used first; False if it does not fit."""
-        if info.key in self._entries or not self._tenants.fits(num_bytes, info.tenant):
+        """At start, a block of an earlier process, the least recently used first; False if it cannot be taken."""
+        if info.key in self._entries or not self.accepts(info) or not self._tenants.fits(num_bytes, info.tenant):
             return False
         self._remember(info, num_bytes, last_used, hits)
         return True

@@ -313,6 +313,29 @@ def test_a_restored_chain_may_come_in_any_order() -> None:
     assert index.make_room(3, "default", 2.0) == keys("a", 2, 1, 0)
 
 
+def test_blocks_that_are_said_to_follow_each_other_in_a_circle_are_not_accepted() -> None:
+    index = index_of(9)
+    a, b = keys("a", 0)[0], keys("b", 0)[0]
+    itself = BlockInfo(a, a, 0, "default", 0.0)
+    first, second = BlockInfo(a, b, 0, "default", 0.0), BlockInfo(b, a, 1, "default", 0.0)
+    assert not index.accepts(itself)
+    assert index.accepts(first)
+    index.add(first, 1, 0.0)
+    assert not index.accepts(second)
+    assert not index.restore(second, 1, 0.0, 0)
+    with pytest.raises(ValueError, match=r"place 1 of .* does not fit those beside it"):
+        index.add(second, 1, 0.0)
+    index.check()
+    assert index.discard(a) == [a]
+
+
+def test_a_block_whose_place_is_not_next_to_its_parents_is_not_accepted() -> None:
+    index = index_of(9)
+    put(index, chain("a", 1))
+    assert not index.accepts(BlockInfo(keys("a", 1)[0], keys("a", 0)[0], 2, "default", 0.0))
+    assert index.accepts(chain("a", 2)[1])
+
+
 def test_a_tier_without_room_takes_nothing() -> None:
     index = index_of(0)
     assert index.make_room(1, "default", 0.0) is None
