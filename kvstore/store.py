@@ -137,9 +137,10 @@ class Store:
             self._served(keys[:num_served])
 
     async def put(self, info: BlockInfo, block: StoredBlock) -> PutOutcome:
-        """REFUSED where the block before it is not held, except for a first one (chain_index 0)."""
+        """REFUSED also where the block before it is not held (a first one, chain_index 0, needs none), or where those
+        beside it in the chain say that its place is another."""
         self._upkeep.expire()
-        if block.num_bytes == 0 or not self._proves(block) or not self._has_parent(info):
+        if block.num_bytes == 0 or not self._proves(block) or not self._fits_chain(info):
             self._num_refused += 1
             return PutOutcome.REFUSED
         present = self._reader.tier_of(info.key) is not Tier.NONE
@@ -227,8 +228,12 @@ class Store:
             except Exception:
                 logger.exception("kvstore: upkeep failed; it is tried again")
 
-    def _has_parent(self, info: BlockInfo) -> bool:
-        return info.chain_index == 0 or self._reader.tier_of(info.parent) is not Tier.NONE
+    def _fits_chain(self, info: BlockInfo) -> bool:
+        """Whether what it follows is held, and the places of those beside it go on by one."""
+        if info.chain_index > 0 and self._reader.tier_of(info.parent) is Tier.NONE:
+            return False
+        on_disk = self._writer is None or self._writer.books.index.accepts(info)
+        return on_disk and self._memory.index.accepts(info)
 
     def _proves(self, block: StoredBlock) -> bool:
         try:
