@@ -109,10 +109,10 @@ async def test_a_block_whose_parent_is_not_held_is_refused(tmp_path: Path, memor
 
 @pytest.mark.parametrize("memory_blocks", [100, 0])
 async def test_blocks_that_claim_a_wrong_place_are_refused_and_stop_nobody(tmp_path: Path, memory_blocks: int) -> None:
-    """Said wrongly, or to do harm: places that do not go on by one, a block after itself, a circle."""
+    """Said wrongly, or to do harm: a place before that of what it follows, a block after itself, a circle."""
     async with opened(tmp_path, memory_blocks=memory_blocks) as store:
         await put_chain(store, 1, 2)
-        for after, index in ((2, 1), (2, 3), (1, 7), (3, 1)):
+        for after, index in ((2, 1), (2, 0), (3, 1)):
             assert await store.put(info_of(3, after=after, index=index), block_of(3)) is REFUSED
         assert await store.put(info_of(1, after=2, index=2), block_of(1)) is REFUSED
         assert await store.put(info_of(3, after=2, index=2), block_of(3)) is STORED
