@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class Arena:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._map = mmap.mmap(-1, capacity_bytes) if capacity_bytes else None
+        self._map = _map(capacity_bytes) if capacity_bytes else None
         self._extents: list[tuple[int, int]] = [(0, capacity_bytes)] if capacity_bytes else []  # offset, size: no slots
         self._free: dict[int, list[int]] = {}  # slots that came back, by their size; most often there is one size
         self._taken: dict[int, _Taken] = {}
@@ -127,6 +128,14 @@ class Arena:
             del self._taken[taken.offset]
             self._free.setdefault(taken.num_bytes, []).append(taken.offset)
             self._mixed = True
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    """Private, so that the kernel may use large pages: the first touch of them all costs a 500th of the faults."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def _slot_bytes(num_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from kvstore.block import BlockInfo
@@ -11,7 +11,9 @@ from kvstore.disk import Scan
 from kvstore.entry import Entry
 from kvstore.index import TierIndex
 from kvstore.pending import disk_bytes
-from kvstore.quotas import Quotas
+from kvstore.quotas import NO_BOUND, Quotas
+
+NOBODY = ""  # for whom room is made when the disk itself is short of it; no tenant has this name
 
 
 class DiskBooks:
@@ -21,7 +23,7 @@ class DiskBooks:
     """
 
     def __init__(self, capacity_bytes: int, quotas: Quotas, now: Callable[[], float]) -> None:
-        self.index = TierIndex(capacity_bytes, quotas)
+        self.index = TierIndex(capacity_bytes, Quotas(quotas.default_bytes, {**quotas.by_tenant, NOBODY: NO_BOUND}))
         self._now = now
         self._slab_bytes: dict[bytes, int] = {}
         self._used: dict[bytes, None] = {}  # used or pinned since their entries were written, in order
@@ -44,8 +46,9 @@ class DiskBooks:
         return [*gone, *self.expire()]
 
     def reserve(self, info: BlockInfo, slab_bytes: int, pinned_until: float) -> dict[bytes, int] | None:
-        """Makes room for a block and enters it; None where quota or pins leave none, or its parent is not here."""
-        if self._is_orphan(info):
+        """Makes room for a block and enters it; None where quota or pins leave none, its parent is not here, or
+        its place in its chain cannot be."""
+        if self._is_orphan(info) or not self.index.accepts(info):
             return None
         now, num_bytes = self._now(), disk_bytes(slab_bytes)
         evicted = self.index.make_room(num_bytes, info.tenant, now, (info.parent,))
@@ -58,19 +61,22 @@ class DiskBooks:
             self.index.pin([info.key], pinned_until)
         return gone
 
-    def give_way(self, num_bytes: int, keep: Collection[bytes]) -> dict[bytes, int]:
-        """Evicts as much, although there is room in the books."""
-        capacity_bytes = self.index.capacity_bytes
-        self.index.capacity_bytes = max(0, self.index.used_bytes - num_bytes)
-        try:
-            evicted = self.index.make_room(0, "", self._now(), keep) or []
-        finally:
-            self.index.capacity_bytes = capacity_bytes
-        return self._forget(evicted)
+    def give_way(self, num_bytes: int) -> dict[bytes, int]:
+        """Evicts as much, although the books have room; in its turn even a block that is about to be written."""
+        free_bytes = self.index.capacity_bytes - self.index.used_bytes
+        wanted = min(self.index.capacity_bytes, free_bytes + num_bytes)
+        return self._forget(self.index.make_room(wanted, NOBODY, self._now()) or [])
 
     def drop(self, key: bytes) -> dict[bytes, int]:
         """The block and what follows it here."""
         return self._forget(self.index.discard(key))
+
+    def clear(self) -> dict[bytes, int]:
+        """All of them: the disk has lost everything."""
+        gone: dict[bytes, int] = {}
+        for key in list(self.index):
+            gone |= self.drop(key)
+        return gone
 
     def expire(self) -> dict[bytes, int]:
         """What has outlived its time."""

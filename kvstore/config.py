@@ -29,6 +29,13 @@ class KVStoreConfig(RoleConfig):
         choices=[policy.value for policy in WritePolicy],
     )
     reuse_hits: int = option(1, "see write_policy", minimum=1)
+    min_reuse: float = option(
+        0.05,
+        "places in a chain whose blocks are measured to be used again less often, as a share, do not go to disk; "
+        "0: all do",
+        minimum=0,
+        maximum=1,
+    )
     ttl: str = option("none", "how long blocks stay after their last use: 90s, 5m, 1h, 7d, or none for no end")
     tenant_ttl: str = option("", "the same for single tenants, NAME=TIME with commas between, such as alice=5m")
     namespace_ttl: str = option("7d", "blocks of a model or layout that nobody used for so long go; none: they stay")

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from kvrelay.errors import ConfigError
@@ -57,7 +58,7 @@ class StoreDirectory:
     def open_state(self) -> None:
         """Deletes what cannot be trusted and records that the environment is open under this boot.
 
-        Raises ConfigError when that cannot be recorded.
+        Raises ConfigError when that cannot be recorded; a durable one that was durable before can do without.
         """
         state = self._read_state()
         if not self._trusts(state) and self.data_bytes() > 0:
@@ -66,7 +67,9 @@ class StoreDirectory:
         try:
             self._write_state(clean=False)
         except OSError as error:
-            raise ConfigError(f"kvstore path {self.path} cannot be written: {error.strerror}") from error
+            if self._disposable or state.get("durable") is not True:
+                raise ConfigError(f"kvstore path {self.path} cannot be written: {error.strerror}") from error
+            logger.warning("kvstore at %s can be read, but not written: %s", self.path, error.strerror)
 
     def wipe(self, reason: str) -> None:
         """Deletes the environment; the caller has it closed."""
@@ -112,8 +115,9 @@ class StoreDirectory:
             raise ConfigError(
                 f"kvstore path {self.path} is in use by another process (pid {holder}); stop it or choose another path"
             ) from error
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full device: whoever comes second is not told which process it was, that is all
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _read_state(self) -> dict[str, object]:
         """{} if there is none, or none that this version understands."""

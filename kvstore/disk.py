@@ -27,6 +27,7 @@ MIN_DISK_BYTES = 1 << 20
 # Records of several sizes fragment the file: filled to 80 % it never was full, at 85 % it was (measured).
 FILL = 0.8
 ENTRIES = b"entries"  # the database beside the unnamed one, which holds the records
+DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError, lmdb.PageFullError, lmdb.CursorFullError)
 _ROOM_KEY = b"room"  # not KEY_BYTES long, so never a block; likewise:
 _MARK_KEY = b"clock"
 
@@ -42,6 +43,10 @@ class DiskFailedError(Exception):
 
 
 Outcome: TypeAlias = StoredBlock | CorruptBlockError | DiskFailedError | None  # of a read; None: it is not here
+
+
+class DiskDamagedError(DiskFailedError):
+    """Pages of the environment's own trees are wrong: no later write would go better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Scan:
     entries: list[Entry]
     strays: list[bytes]
     mark: bytes | None
+    num_corrupt: int  # strays whose entry failed its proof
 
 
 class DiskTier:
@@ -105,35 +111,25 @@ class DiskTier:
             with txn.cursor() as cursor:
                 recorded = {bytes(key) for key in cursor.iternext(values=False) if len(key) == KEY_BYTES}
             with txn.cursor(db=self._entries) as cursor:
-                entries, strays = _read_entries(cursor, recorded)
-            strays += recorded - {one.info.key for one in entries}
-            return Scan(entries, strays, txn.get(_MARK_KEY))
+                entries, corrupt = _read_entries(cursor)
+            known = {one.info.key for one in entries}
+            strays = [*corrupt, *(known ^ recorded)]
+            return Scan([one for one in entries if one.info.key in recorded], strays, txn.get(_MARK_KEY), len(corrupt))
 
     def read(self, key: bytes) -> StoredBlock | None:
-        """The proven block, a copy of its own; None if it is not here. Raises CorruptBlockError, DiskFailedError.
-
-        It is proven where it lies, without the interpreter's lock: the copy then waits for no page.
-        """
-        try:
-            with self._gate.inside(), self._env.begin(buffers=True) as txn:
-                value = txn.get(key)
-                if value is None:
-                    return None
-                block = record.unpack(key, value)
-                block.verify()
-                return StoredBlock(bytes(block.payload), block.checksum)
-        except lmdb.Error as error:
-            raise DiskFailedError(f"LMDB cannot read: {error}") from error
+        """The proven block, a copy of its own; None if it is not here. Raises CorruptBlockError, DiskFailedError."""
+        (outcome,) = self.read_many([key])
+        if isinstance(outcome, CorruptBlockError | DiskFailedError):
+            raise outcome
+        return outcome
 
     def read_many(self, keys: Sequence[bytes]) -> list[Outcome]:
-        """As `read`; what it would raise of a block stands in that block's place."""
-        return [self._read_or_error(key) for key in keys]
-
-    def _read_or_error(self, key: bytes) -> Outcome:
+        """As `read`, in one transaction; what it would raise of a block stands in that block's place."""
         try:
-            return self.read(key)
-        except (CorruptBlockError, DiskFailedError) as error:
-            return error
+            with self._gate.inside(), self._env.begin(buffers=True) as txn:
+                return [_copy_proven(key, txn.get(key)) for key in keys]
+        except lmdb.Error as error:
+            return [DiskFailedError(f"LMDB cannot read: {error}") for _ in keys]
 
     def write(self, changes: Changes) -> None:
         """Raises DiskFullError, DiskFailedError."""
@@ -153,6 +149,8 @@ class DiskTier:
         except lmdb.PanicError as error:
             self.reopen()
             raise DiskFailedError(f"LMDB could not finish a transaction: {error}") from error
+        except DAMAGE as error:
+            raise DiskDamagedError(f"LMDB's file is damaged: {error}") from error
         except lmdb.Error as error:
             raise DiskFailedError(f"LMDB cannot write: {error}") from error
 
@@ -208,11 +206,16 @@ class DiskTier:
         if num_cleared:
             logger.warning("cleared %d dead LMDB readers", num_cleared)
 
-    def reopen(self, replacement: Path | None = None) -> None:
-        """Opens the file anew, or `replacement` in its place, while nobody reads. Raises DiskFailedError."""
+    def reopen(self, replacement: Path | None = None, *, wipe: str = "") -> None:
+        """Opens the file anew, or `replacement` in its place, while nobody reads; an empty one for the reason `wipe`.
+
+        Raises DiskFailedError.
+        """
         with self._gate.alone():
             self._env.close()
             try:
+                if wipe:
+                    self.directory.wipe(wipe)
                 if replacement is not None:
                     self.directory.replace_data(replacement)
                 self._env = open_file(self.directory.path, self.disk_bytes, disposable=self.disposable)
@@ -233,19 +236,26 @@ class DiskTier:
             self.directory.close(clean=clean)
 
 
-def _read_entries(cursor: Iterable[tuple[bytes, bytes]], recorded: set[bytes]) -> tuple[list[Entry], list[bytes]]:
-    """Those that prove themselves and have a record; keys of the others."""
+def _copy_proven(key: bytes, value: memoryview | None) -> Outcome:
+    """Proven where it lies, without the interpreter's lock: the copy then waits for no page."""
+    if value is None:
+        return None
+    try:
+        block = record.unpack(key, value)
+        block.verify()
+    except CorruptBlockError as error:
+        return error
+    return StoredBlock(bytes(block.payload), block.checksum)
+
+
+def _read_entries(cursor: Iterable[tuple[bytes, bytes]]) -> tuple[list[Entry], list[bytes]]:
+    """Those that prove themselves; keys of the others."""
     entries: list[Entry] = []
-    strays: list[bytes] = []
+    corrupt: list[bytes] = []
     for key, value in cursor:
         try:
-            one = entry.unpack(bytes(key), bytes(value))
+            entries.append(entry.unpack(bytes(key), bytes(value)))
         except CorruptBlockError as error:
             logger.warning("kvstore drops a block on disk: %s", error)
-            strays.append(bytes(key))
-            continue
-        if key in recorded:
-            entries.append(one)
-        else:
-            strays.append(one.info.key)
-    return entries, strays
+            corrupt.append(bytes(key))
+    return entries, corrupt

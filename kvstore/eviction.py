@@ -1,98 +1,135 @@
-"""Which blocks give way when a tier is full."""
+"""Which blocks give way when a tier is full: those unused for longest, where blocks never used again age faster.
+
+Two lists by last use, as in ARC (Megiddo and Modha, FAST 2003), with ages where ARC has sizes. A block waits with
+the fresh or, once it or the tail that it continues was used again, with the reused. The oldest of either list may go;
+the fresh one's age counts `weight` times. Keys of what was evicted stay for a while: one that comes back from the
+fresh list says that fresh blocks went too early, and lowers the weight; one from the reused list raises it. At weight
+1 this is LRU, which is what conversations want of a large store; a scan of prompts that nobody repeats raises it.
+docs/kvstore.md has the hit rates beside those of LRU, LFU, FIFO, ARC and S3-FIFO.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+MIN_WEIGHT = 1.0
+MAX_WEIGHT = 16.0
+# The logarithm of the weight moves by about this if every key of a ghost list comes back,
+ADAPTATION = 4.0
+MAX_STEP = 0.1  # and by no more than this for one key.
+GHOSTS_PER_BLOCK = 2
 
 
-class ByteLRU:
-    """Keys with their sizes, bounded by the sum of the sizes. Holds no blocks itself.
+@dataclass(slots=True, eq=False)
+class Place:
+    """What the queue knows of a block, kept by whoever keeps the block."""
 
-    `used_bytes` never exceeds `capacity_bytes`.
-    """
+    reused: bool
+    used_at: int  # in uses of the queue's blocks: an idle night makes nothing older
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # oldest first
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._sizes
+class _List:
+    """Blocks in the order of their last use, oldest first, and the ghosts of those that were evicted from here."""
 
-    def __len__(self) -> int:
-        return len(self._sizes)
+    def __init__(self) -> None:
+        self.waiting: OrderedDict[bytes, Place] = OrderedDict()
+        self.ghosts: OrderedDict[bytes, int] = OrderedDict()  # when each was evicted
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Oldest first."""
-        return iter(self._sizes)
+    def oldest(self) -> Place | None:
+        return next(iter(self.waiting.values()), None)
 
-    def make_room(self, num_bytes: int) -> list[bytes]:
-        """Forgets the oldest keys until `num_bytes` more fit, or all; returns them for the caller to drop."""
-        return self.pop_oldest(self.used_bytes + num_bytes - self.capacity_bytes)
-
-    def pop_oldest(self, num_bytes: int) -> list[bytes]:
-        """Forgets the oldest keys until they come to `num_bytes`, or all."""
-        popped: list[bytes] = []
-        target = self.used_bytes - num_bytes
-        while self._sizes and self.used_bytes > target:
-            key, size = self._sizes.popitem(last=False)
-            self.used_bytes -= size
-            popped.append(key)
-        return popped
-
-    def add(self, key: bytes, num_bytes: int) -> None:
-        """As the most recently used. The caller made room; raises ValueError if it did not."""
-        self.discard(key)
-        if self.used_bytes + num_bytes > self.capacity_bytes:
-            raise ValueError(f"{num_bytes} bytes do not fit: {self.used_bytes} of {self.capacity_bytes} are used")
-        self._sizes[key] = num_bytes
-        self.used_bytes += num_bytes
-
-    def discard(self, key: bytes) -> None:
-        self.used_bytes -= self._sizes.pop(key, 0)
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Makes the keys that are here the most recently used, the last one most of all."""
-        for key in keys:
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
+    def oldest_ghost(self) -> float:
+        return next(iter(self.ghosts.values()), math.inf)
 
 
 class EvictionQueue:
-    """One tenant's blocks in the order in which they would go. Only the tails of chains that nobody pinned wait in it.
+    """One tenant's blocks. Only those that may go wait in it: tails of chains that nobody pinned.
 
-    Knows neither chains nor sizes of a tier: its owner takes a block out when something follows it, and puts it back,
-    to be looked at next, when what followed has gone. Every call costs O(1).
+    Knows neither chains nor bytes: its owner suspends a block that something follows, and resumes it, to be thought
+    of next, when what followed has gone. Every call takes O(1) steps, amortised over the blocks that enter.
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[bytes, None] = OrderedDict()  # next to go first
+        self.weight = MIN_WEIGHT
+        self.num_blocks = 0  # that entered and were not forgotten, waiting or not
+        self._fresh = _List()
+        self._reused = _List()
+        self._uses = 0
 
     def __bool__(self) -> bool:
         """Whether a block could go."""
-        return bool(self._waiting)
+        return bool(self._fresh.waiting or self._reused.waiting)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._waiting
+        """Whether it waits."""
+        return key in self._fresh.waiting or key in self._reused.waiting
 
-    def enter(self, key: bytes) -> None:
-        """A new block, or one that was used since it last waited here."""
-        self._waiting[key] = None
-        self._waiting.move_to_end(key)
+    def enter(self, key: bytes, reused: bool) -> Place:
+        """A block that may go. `reused`: it was used by an earlier process, or continues the tail of a reused chain."""
+        returned = self._came_back(key)
+        self._uses += 1
+        self.num_blocks += 1
+        place = Place(reused or returned, self._uses)
+        self._list_of(place).waiting[key] = place
+        return place
 
-    def enter_next(self, key: bytes) -> None:
-        """A block of which the next `pop` is to think first."""
-        self._waiting[key] = None
-        self._waiting.move_to_end(key, last=False)
+    def hit(self, key: bytes, place: Place) -> None:
+        self._uses += 1
+        waited = self._list_of(place).waiting.pop(key, None) is not None
+        place.reused = True
+        place.used_at = self._uses
+        if waited:
+            self._reused.waiting[key] = place
 
-    def leave(self, key: bytes) -> None:
-        self._waiting.pop(key, None)
+    def suspend(self, key: bytes, place: Place) -> None:
+        """The block may not go now."""
+        self._list_of(place).waiting.pop(key, None)
 
-    def hit(self, key: bytes) -> None:
-        if key in self._waiting:
-            self._waiting.move_to_end(key)
+    def resume(self, key: bytes, place: Place) -> None:
+        """The block may go again. What it kept was as old as itself, so it is next in its list."""
+        waiting = self._list_of(place).waiting
+        waiting[key] = place
+        waiting.move_to_end(key, last=False)
 
     def pop(self) -> bytes:
-        """The block to go, no longer here. Raises KeyError when nothing waits."""
-        return self._waiting.popitem(last=False)[0]
+        """The block to go, suspended now. Raises KeyError when none waits."""
+        fresh, reused = self._fresh.oldest(), self._reused.oldest()
+        if fresh is None or (reused is not None and self._age(reused) > self._age(fresh) * self.weight):
+            return self._reused.waiting.popitem(last=False)[0]
+        return self._fresh.waiting.popitem(last=False)[0]
+
+    def forget(self, key: bytes, place: Place) -> None:
+        self.suspend(key, place)
+        self.num_blocks -= 1
+
+    def reinstate(self, key: bytes, place: Place) -> None:
+        """A block that was forgotten by mistake."""
+        self.num_blocks += 1
+        self.resume(key, place)
+
+    def remember_evicted(self, key: bytes, place: Place) -> None:
+        """A forgotten block that went to make room."""
+        self._list_of(place).ghosts[key] = self._uses
+        while len(self._fresh.ghosts) + len(self._reused.ghosts) > GHOSTS_PER_BLOCK * max(self.num_blocks, 1):
+            older = min(self._fresh, self._reused, key=_List.oldest_ghost)
+            older.ghosts.popitem(last=False)
+
+    def _list_of(self, place: Place) -> _List:
+        return self._reused if place.reused else self._fresh
+
+    def _age(self, place: Place) -> int:
+        return self._uses - place.used_at
+
+    def _came_back(self, key: bytes) -> bool:
+        """Whether it was evicted not long ago; then the weight learns from it."""
+        for of, sign in ((self._fresh, -1.0), (self._reused, 1.0)):
+            if key in of.ghosts:
+                self._learn(sign * min(MAX_STEP, ADAPTATION / len(of.ghosts)))
+                del of.ghosts[key]
+                return True
+        return False
+
+    def _learn(self, step: float) -> None:
+        self.weight = min(MAX_WEIGHT, max(MIN_WEIGHT, self.weight * math.exp(step)))

@@ -9,13 +9,14 @@ root finds every block that is of use.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore.block import BlockInfo
 from kvstore.chains import Chains
 from kvstore.deadlines import Deadlines
-from kvstore.eviction import EvictionQueue
-from kvstore.quotas import NO_BOUND, Quotas
+from kvstore.eviction import Place
+from kvstore.quotas import Quotas
+from kvstore.tenants import Tenants
 
 NOT_PINNED = 0.0
 
@@ -25,16 +26,9 @@ class _Entry:
     info: BlockInfo
     num_bytes: int
     last_used: float
-    hits: int = 0
-    pinned_until: float = NOT_PINNED
-
-
-@dataclass(slots=True)
-class _Holdings:
-    """One tenant's."""
-
-    num_bytes: int = 0
-    queue: EvictionQueue = field(default_factory=EvictionQueue)
+    hits: int
+    pinned_until: float
+    place: Place  # in its tenant's queue
 
 
 class TierIndex:
@@ -46,14 +40,13 @@ class TierIndex:
     def __init__(self, capacity_bytes: int, quotas: Quotas) -> None:
         self.capacity_bytes = capacity_bytes
         self.quotas = quotas
-        self.used_bytes = 0
         self.num_evictions = 0
         self.num_expired = 0
         self._entries: dict[bytes, _Entry] = {}
         self._chains = Chains()
-        self._tenants: dict[str, _Holdings] = {}
+        self._tenants = Tenants(capacity_bytes, quotas)
         self._expiries = Deadlines(self._expires_at)
-        self._overdue: set[bytes] = set()  # expired, but followed or pinned, and so still here
+        self._overdue: set[bytes] = set()  # came due while followed or pinned; looked at again once they may go
         self._pins = Deadlines(lambda key: self._entries[key].pinned_until)
         self._pinned: set[bytes] = set()
 
@@ -65,6 +58,10 @@ class TierIndex:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._entries)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._tenants.used_bytes
 
     @property
     def num_pinned(self) -> int:
@@ -90,12 +87,11 @@ class TierIndex:
 
     def used_by(self, tenant: str) -> int:
         """Bytes."""
-        holdings = self._tenants.get(tenant)
-        return 0 if holdings is None else holdings.num_bytes
+        return self._tenants.used_by(tenant)
 
     def tenants(self) -> Mapping[str, int]:
         """Bytes of each tenant that has a block here."""
-        return {tenant: holdings.num_bytes for tenant, holdings in self._tenants.items()}
+        return {tenant: holdings.num_bytes for tenant, holdings in self._tenants}
 
     def make_room(self, num_bytes: int, tenant: str, now: float, keep: Collection[bytes] = ()) -> list[bytes] | None:
         """Forgets blocks until `num_bytes` more of `tenant` fit; returns their keys, followers first, to be dropped.
@@ -106,8 +102,7 @@ class TierIndex:
         None if room cannot be made (pinned blocks are in the way, or it is more than the quota or the tier);
         then nothing has changed.
         """
-        quota = self.quotas.of(tenant)
-        if num_bytes > self.capacity_bytes or (quota != NO_BOUND and num_bytes > quota):
+        if not self._tenants.could_fit(num_bytes, tenant):
             return None
         self._end_pins(now)
         expired = self._take_expired(now, keep)
@@ -119,25 +114,47 @@ class TierIndex:
             return None
         self.num_expired += len(expired)
         self.num_evictions += len(evicted)
+        self._remember_evicted(evicted)
         return [entry.info.key for entry in expired + evicted]
 
+    def accepts(self, info: BlockInfo) -> bool:
+        """Whether its place in its chain fits those of the blocks beside it that are here.
+
+        Whoever computed a block says what it follows; what is said wrongly, or to do harm, could close a circle.
+        """
+        parent = self._entries.get(info.parent)
+        fits_parent = parent is None or parent.info.chain_index == info.chain_index - 1
+        followers = (self._entries[key].info for key in self._chains.followers(info.key))
+        return (
+            info.parent != info.key
+            and fits_parent
+            and all(follower.chain_index == info.chain_index + 1 for follower in followers)
+        )
+
     def add(self, info: BlockInfo, num_bytes: int, now: float) -> None:
-        """Takes the place of what is here under the same key. Raises ValueError if room was not made."""
+        """Takes the place of what is here under the same key.
+
+        Raises ValueError if room was not made, or if it is not accepted.
+        """
+        if not self.accepts(info):
+            raise ValueError(f"place {info.chain_index} of {info.key.hex()} does not fit those beside it in its chain")
         known = self._entries.get(info.key)
         if known is not None:
             self._forget(known)
-        if not self._fits(num_bytes, info.tenant):
+        if not self._tenants.fits(num_bytes, info.tenant):
             if known is not None:
                 self._reinstate([known])
             raise ValueError(f"{num_bytes} bytes do not fit: {self.used_bytes} of {self.capacity_bytes} are used")
-        hits, pinned_until = (0, NOT_PINNED) if known is None else (known.hits, known.pinned_until)
-        self._remember(_Entry(info, num_bytes, now, hits, pinned_until))
+        if known is None:
+            self._remember(info, num_bytes, now)
+        else:
+            self._remember(info, num_bytes, now, known.hits, known.pinned_until)
 
     def restore(self, info: BlockInfo, num_bytes: int, last_used: float, hits: int) -> bool:
-        """At start, a block of an earlier process, the least recently used first; False if it does not fit."""
-        if info.key in self._entries or not self._fits(num_bytes, info.tenant):
+        """At start, a block of an earlier process, the least recently used first; False if it cannot be taken."""
+        if info.key in self._entries or not self.accepts(info) or not self._tenants.fits(num_bytes, info.tenant):
             return False
-        self._remember(_Entry(info, num_bytes, last_used, hits))
+        self._remember(info, num_bytes, last_used, hits)
         return True
 
     def hit(self, keys: Iterable[bytes], now: float) -> None:
@@ -148,10 +165,7 @@ class TierIndex:
                 continue
             entry.last_used = now
             entry.hits += 1
-            self._tenants[entry.info.tenant].queue.hit(key)
-            if key in self._overdue:
-                self._overdue.remove(key)
-                self._set_expiry(entry)
+            self._tenants[entry.info.tenant].queue.hit(key, entry.place)
 
     def discard(self, key: bytes) -> list[bytes]:
         """Forgets the block and what follows it here, be it here itself or not, pinned or not; followers first."""
@@ -208,56 +222,67 @@ class TierIndex:
         used: dict[str, int] = {}
         for key, entry in self._entries.items():
             used[entry.info.tenant] = used.get(entry.info.tenant, 0) + entry.num_bytes
-            waits = key in self._tenants[entry.info.tenant].queue
-            assert waits == self._is_free(entry), f"{key.hex()} waits for eviction: {waits}"
-            assert not (key in self._overdue and self._is_free(entry)), f"{key.hex()} is overdue and free"
+            waits, free = key in self._tenants[entry.info.tenant].queue, self._is_free(entry)
+            assert waits == free, f"{key.hex()} waits to be evicted: {waits}; may go: {free}"
+            assert not (key in self._overdue and free), f"{key.hex()} is overdue, may go and is not due"
             assert (entry.pinned_until != NOT_PINNED) == (key in self._pinned)
         assert used == self.tenants(), f"tenants hold {used}, the books say {self.tenants()}"
-        assert sum(used.values()) == self.used_bytes <= self.capacity_bytes
-        assert all(self.quotas.of(name) in (NO_BOUND, max(self.quotas.of(name), n)) for name, n in used.items())
+        self._tenants.check()
         assert self._chains.num_edges() == len(self._entries)
         assert self._overdue <= self._entries.keys() >= self._pinned
-
-    def _fits(self, num_bytes: int, tenant: str) -> bool:
-        quota = self.quotas.of(tenant)
-        within_quota = quota == NO_BOUND or self.used_by(tenant) + num_bytes <= quota
-        return within_quota and self.used_bytes + num_bytes <= self.capacity_bytes
 
     def _is_free(self, entry: _Entry) -> bool:
         """Whether it may go: nothing here follows it, nobody pinned it."""
         return entry.pinned_until == NOT_PINNED and self._chains.is_tail(entry.info.key)
 
-    def _remember(self, entry: _Entry) -> None:
+    def _remember(
+        self, info: BlockInfo, num_bytes: int, used_at: float, hits: int = 0, pinned_until: float = NOT_PINNED
+    ) -> None:
+        queue = self._tenants.add(num_bytes, info.tenant).queue
+        parent = self._entries.get(info.parent)
+        # What goes on with the tail of a chain that was used again is likely to be used again too. A new branch of a
+        # shared prefix is not: that would make every prompt a reused one.
+        continues = parent is not None and parent.place.reused and self._chains.is_tail(info.parent)
+        place = queue.enter(info.key, reused=hits > 0 or continues)
+        self._link(_Entry(info, num_bytes, used_at, hits, pinned_until, place))
+
+    def _reinstate(self, entries: list[_Entry]) -> None:
+        """Undoes `_forget`, called in this order."""
+        for entry in reversed(entries):
+            self._tenants.add(entry.num_bytes, entry.info.tenant).queue.reinstate(entry.info.key, entry.place)
+            self._link(entry)
+
+    def _link(self, entry: _Entry) -> None:
+        """Enters a block that already is in its tenant's queue into the other books."""
         info = entry.info
         self._entries[info.key] = entry
         self._chains.link(info.key, info.parent)
-        holdings = self._tenants.setdefault(info.tenant, _Holdings())
-        holdings.num_bytes += entry.num_bytes
-        self.used_bytes += entry.num_bytes
         self._set_expiry(entry)
         if entry.pinned_until != NOT_PINNED:
             self._hold(entry)
-        elif self._is_free(entry):
-            holdings.queue.enter(info.key)
+        if not self._is_free(entry):
+            self._suspend(entry)
         parent = self._entries.get(info.parent)
         if parent is not None:
-            self._tenants[parent.info.tenant].queue.leave(info.parent)
+            self._suspend(parent)
+        self._tenants.settle(info.tenant)
 
     def _forget(self, entry: _Entry) -> None:
         info = entry.info
         del self._entries[info.key]
         self._chains.unlink(info.key, info.parent)
-        holdings = self._tenants[info.tenant]
-        holdings.queue.leave(info.key)
-        holdings.num_bytes -= entry.num_bytes
-        if not holdings.num_bytes:
-            del self._tenants[info.tenant]
-        self.used_bytes -= entry.num_bytes
+        self._tenants[info.tenant].queue.forget(info.key, entry.place)
+        self._tenants.remove(entry.num_bytes, info.tenant)
         self._expiries.discard(info.key)
         self._overdue.discard(info.key)
         self._pins.discard(info.key)
         self._pinned.discard(info.key)
         self._recheck(info.parent)
+
+    def _suspend(self, entry: _Entry) -> None:
+        """It must not go now."""
+        self._tenants[entry.info.tenant].queue.suspend(entry.info.key, entry.place)
+        self._tenants.settle(entry.info.tenant)
 
     def _recheck(self, key: bytes) -> None:
         """A block that something kept may be free now."""
@@ -266,44 +291,32 @@ class TierIndex:
             return
         queue = self._tenants[entry.info.tenant].queue
         if key not in queue:
-            queue.enter_next(key)
+            queue.resume(key, entry.place)
+            self._tenants.settle(entry.info.tenant)
         if key in self._overdue:
             self._overdue.remove(key)
             self._set_expiry(entry)
 
-    def _reinstate(self, entries: list[_Entry]) -> None:
-        """Undoes `_forget`, called in this order."""
-        for entry in reversed(entries):
-            self._remember(entry)
-            holdings = self._tenants[entry.info.tenant]
-            if entry.info.key in holdings.queue:
-                holdings.queue.enter_next(entry.info.key)
-
     def _evict(self, num_bytes: int, tenant: str, keep: Collection[bytes]) -> list[_Entry] | None:
         evicted: list[_Entry] = []
-        set_aside: list[bytes] = []
-        while not self._fits(num_bytes, tenant):
-            holdings = self._gives_way(num_bytes, tenant)
-            if holdings is None:
+        while not self._tenants.fits(num_bytes, tenant):
+            queue = self._tenants.gives_way(num_bytes, tenant)
+            if queue is None:
                 self._reinstate(evicted)
                 return None
-            key = holdings.queue.pop()
-            if key in keep:
-                set_aside.append(key)
-                continue
-            entry = self._entries[key]
-            self._forget(entry)
-            evicted.append(entry)
+            entry = self._entries[queue.pop()]
+            if entry.info.key in keep:
+                self._tenants.settle(entry.info.tenant)
+            else:
+                self._forget(entry)
+                evicted.append(entry)
         return evicted
 
-    def _gives_way(self, num_bytes: int, tenant: str) -> _Holdings | None:
-        """Whose block goes next: the tenant's own while it exceeds its quota, else of who holds most."""
-        quota = self.quotas.of(tenant)
-        own = self._tenants.get(tenant)
-        if own is not None and quota != NO_BOUND and own.num_bytes + num_bytes > quota:
-            return own if own.queue else None
-        able = [holdings for holdings in self._tenants.values() if holdings.queue]
-        return max(able, key=lambda holdings: holdings.num_bytes, default=None)
+    def _remember_evicted(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            holdings = self._tenants.get(entry.info.tenant)
+            if holdings is not None:
+                holdings.queue.remember_evicted(entry.info.key, entry.place)
 
     def _expires_at(self, key: bytes) -> float | None:
         entry = self._entries[key]
@@ -331,7 +344,7 @@ class TierIndex:
         """What its pin means."""
         self._pinned.add(entry.info.key)
         self._pins.set(entry.info.key, entry.pinned_until)
-        self._tenants[entry.info.tenant].queue.leave(entry.info.key)
+        self._suspend(entry)
 
     def _unpin(self, entry: _Entry) -> None:
         entry.pinned_until = NOT_PINNED

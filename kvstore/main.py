@@ -10,6 +10,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
+from kvrelay.errors import ConfigError
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
@@ -21,9 +22,10 @@ from kvstore.disk import DiskTier
 from kvstore.lifetimes import parse_lifetime
 from kvstore.memory import MemoryTier
 from kvstore.metrics import StoreCollector
+from kvstore.options import StoreOptions
 from kvstore.placement import WritePolicy
 from kvstore.service import KVStoreService
-from kvstore.store import Store, StoreOptions
+from kvstore.store import Store
 
 
 class KVStoreApp:
@@ -73,16 +75,24 @@ class KVStoreApp:
         )
 
 
+def _memory(config: KVStoreConfig) -> MemoryTier:
+    try:
+        return MemoryTier(config.memory_bytes, config.quotas())
+    except OSError as error:
+        raise ConfigError(f"kvstore memory_bytes {config.memory_bytes}: {error.strerror}; take less") from error
+
+
 def _store(config: KVStoreConfig) -> Store:
-    """Raises ConfigError if the path is in use or cannot be used."""
+    """Raises ConfigError if the path is in use or cannot be used, or the memory cannot be had."""
     options = StoreOptions(
         write_policy=WritePolicy(config.write_policy),
         reuse_hits=config.reuse_hits,
+        min_reuse=config.min_reuse,
         disk_quotas=config.quotas(),
         lifetimes=config.lifetimes(),
         namespace_ttl_s=parse_lifetime(config.namespace_ttl),
     )
-    memory = MemoryTier(config.memory_bytes, config.quotas())
+    memory = _memory(config)
     disk = None
     if config.path:
         path, disposable = Path(config.path), config.disk_disposable

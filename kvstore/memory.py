@@ -44,11 +44,13 @@ class MemoryTier:
         return self._residents.get(key)
 
     def add(self, info: BlockInfo, block: StoredBlock, now: float, keep: Collection[bytes] = ()) -> bool:
-        """Keeps a copy, evicting others but `keep`; False, counted, if quota, pins or views leave no room."""
+        """Keeps a copy, evicting others but `keep`; False, counted, if quota, pins or views leave no room, or
+        its place in its chain cannot be."""
         if info.key in self:
             return True
         self.expire(now)
-        evicted = self.index.make_room(block.num_bytes, info.tenant, now, (info.parent, *keep))
+        accepted = self.index.accepts(info)
+        evicted = self.index.make_room(block.num_bytes, info.tenant, now, (info.parent, *keep)) if accepted else None
         if evicted is not None:
             self._evict(evicted)
             slot = self._arena.take(block.num_bytes) or self._take_by_force(block.num_bytes, {info.parent, *keep}, now)

@@ -38,6 +38,9 @@ class StoreCollector(Collector):
             "kvrelay_store_write_failures", "Blocks that were not written to disk.", stats.write_failures
         )
         yield CounterMetricFamily("kvrelay_store_refused", "Blocks put that a tier had no room for.", stats.refused)
+        yield CounterMetricFamily(
+            "kvrelay_store_not_worth", "Blocks not written: such ones are hardly used again.", stats.not_worth
+        )
         yield CounterMetricFamily("kvrelay_store_expired", "Blocks whose time was over.", stats.expired)
         yield CounterMetricFamily("kvrelay_store_wipes", "Times the disk tier had to start empty.", stats.wipes)
         yield GaugeMetricFamily("kvrelay_store_pinned_blocks", "Blocks pinned now.", stats.num_pinned)

@@ -1,4 +1,4 @@
-"""Which blocks go to disk, and when: through, back, or once they are worth it."""
+"""Which blocks go to disk, and when: through, back, or once they were served; if such blocks are ever used again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import Enum
 
 from kvstore.block import BlockInfo, StoredBlock
 from kvstore.memory import MemoryTier, Resident
+from kvstore.reuse import Reuse
 from kvstore.writer import DiskWriter
 
 
@@ -17,13 +18,21 @@ class WritePolicy(Enum):
 
 
 class Placement:
-    """A block goes to disk after those before it in its chain: without them it would be of no use there."""
+    """A block goes to disk after those before it in its chain: without them it would be of no use there.
 
-    def __init__(self, memory: MemoryTier, writer: DiskWriter, policy: WritePolicy, reuse_hits: int) -> None:
+    Whatever the policy, a place in a chain that was measured to be used again less often than `min_reuse` (a share)
+    stays in memory; pinned blocks go to disk all the same.
+    """
+
+    def __init__(
+        self, memory: MemoryTier, writer: DiskWriter, policy: WritePolicy, *, reuse_hits: int, min_reuse: float
+    ) -> None:
+        self.num_not_worth = 0  # blocks that did not go to disk for that
         self._memory = memory
         self._writer = writer
         self._policy = policy
         self._reuse_hits = reuse_hits
+        self._reuse = Reuse(min_reuse)
         if policy is WritePolicy.BACK:
             memory.on_evicted = self._on_evicted
 
@@ -32,25 +41,29 @@ class Placement:
         if info.key in self._writer:
             return True
         resident = self._memory.get(info.key)
+        info = info if resident is None else resident.info  # whoever puts a block again does not make it his
         if resident is None and self._policy is WritePolicy.REUSE:
             return False
         if resident is not None and self._policy is not WritePolicy.THROUGH:
             return False
+        if not self._is_worth(info):
+            return False
         for before in self._unwritten(info):
-            if not await self._writer.add(before.info, before.block, self._pinned_until(before.info.key)):
+            if not await self._add(before.info, before.block):
                 return False
         # What waits for the disk alone is a copy: a view would keep the whole message that it came in.
         kept = StoredBlock(bytes(block.payload), block.checksum) if resident is None else resident.block
-        return await self._writer.add(info, kept, self._pinned_until(info.key))
+        return await self._add(info, kept)
 
     def served(self, keys: Iterable[bytes]) -> None:
         """Blocks were used, and their hits counted."""
-        if self._policy is not WritePolicy.REUSE:
-            return
+        on_disk = self._writer.books.index
         for key in keys:
-            resident = self._memory.get(key)
-            if resident is not None and key not in self._writer and self._is_worth(key):
-                self._offer([*self._unwritten(resident.info), resident])
+            if key in on_disk:
+                if on_disk.hits(key) == 1:
+                    self._reuse.reused(on_disk.info(key).chain_index)
+            elif self._policy is WritePolicy.REUSE and key not in self._writer:
+                self._write_if_served_enough(key)
 
     async def write_back(self) -> None:
         """Hands over what is in memory alone, where the policy says that it is to outlive the process."""
@@ -58,25 +71,37 @@ class Placement:
             return
         for key in sorted(self._memory.index, key=lambda key: self._memory.index.info(key).chain_index):
             resident = self._memory.get(key)
-            if resident is not None:
-                await self._add(resident)
+            if resident is not None and key not in self._writer and self._is_worth(resident.info):
+                await self._add(resident.info, resident.block)
 
-    async def _add(self, resident: Resident) -> None:
-        if resident.info.key not in self._writer:
-            await self._writer.add(resident.info, resident.block, self._pinned_until(resident.info.key))
+    async def _add(self, info: BlockInfo, block: StoredBlock) -> bool:
+        added = await self._writer.add(info, block, self._pinned_until(info.key))
+        if added:
+            self._reuse.stored(info.chain_index)
+        return added
 
-    def _is_worth(self, key: bytes) -> bool:
-        return self._memory.index.hits(key) >= self._reuse_hits
+    def _write_if_served_enough(self, key: bytes) -> None:
+        resident = self._memory.get(key)
+        if resident is None or self._memory.index.hits(key) < self._reuse_hits:
+            return
+        if self._is_worth(resident.info):
+            self._offer([*self._unwritten(resident.info), resident])
+
+    def _is_worth(self, info: BlockInfo) -> bool:
+        worth = self._reuse.worth(info.chain_index) or self._pinned_until(info.key) > 0.0
+        self.num_not_worth += not worth
+        return worth
 
     def _on_evicted(self, resident: Resident) -> None:
         """Its slot is wanted now, and perhaps those before it are next: what the writer gets are copies."""
-        if resident.info.key not in self._writer:
+        if resident.info.key not in self._writer and self._is_worth(resident.info):
             self._offer(map(_copy, [*self._unwritten(resident.info), resident]))
 
     def _offer(self, residents: Iterable[Resident]) -> None:
         for one in residents:
             if not self._writer.offer(one.info, one.block, self._pinned_until(one.info.key)):
                 return
+            self._reuse.stored(one.info.chain_index)
 
     def _unwritten(self, info: BlockInfo) -> list[Resident]:
         """Those before it that memory alone has, the chain's first one first."""

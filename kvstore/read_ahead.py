@@ -10,7 +10,7 @@ from kvstore.disk import Outcome
 
 Job: TypeAlias = "asyncio.Future[list[Outcome]]"
 
-JOB_BLOCKS = 8
+JOB_BLOCKS = 32
 JOB_BYTES = 1 << 20  # or one block
 MAX_JOBS = 3  # of one Get
 
@@ -26,21 +26,26 @@ class ReadAhead:
         self._read = read
         self._next = 0  # of _keys, the first that nobody looked at
         self._jobs: dict[bytes, tuple[Job, int]] = {}  # by block: its job, and its place in it
+        self._num_left: dict[Job, int] = {}  # blocks of a job that nobody has taken
 
     def advance(self, position: int) -> None:
         """The block at `position` is due."""
         self._next = max(self._next, position)
-        while self._next < len(self._keys) and self._num_jobs() < MAX_JOBS:
+        while self._next < len(self._keys) and len(self._num_left) < MAX_JOBS:
             if self._next - position > MAX_JOBS * JOB_BLOCKS:
                 return
             group = self._next_group()
             if group:
                 job = self._read(group)
                 self._jobs |= {key: (job, place) for place, key in enumerate(group)}
+                self._num_left[job] = len(group)
 
     async def take(self, key: bytes) -> Outcome:
         """What a job found. Raises KeyError if none reads this block."""
         job, place = self._jobs.pop(key)
+        self._num_left[job] -= 1
+        if not self._num_left[job]:
+            del self._num_left[job]
         return (await job)[place]
 
     def reads(self, key: bytes) -> bool:
@@ -48,11 +53,8 @@ class ReadAhead:
 
     def close(self) -> None:
         """Gives up what has not begun."""
-        for job, _ in self._jobs.values():
+        for job in self._num_left:
             job.cancel()
-
-    def _num_jobs(self) -> int:
-        return len({id(job) for job, _ in self._jobs.values()})
 
     def _next_group(self) -> list[bytes]:
         """Neighbours that are on disk; passes over one block at least."""

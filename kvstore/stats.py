@@ -28,6 +28,7 @@ class StoreStats:
     corrupt: int
     write_failures: int  # blocks that the disk did not take: full, failed, too slow
     refused: int = 0  # blocks for which quotas, pins or sizes left no room in a tier, or whose parent is not held
+    not_worth: int = 0  # blocks that did not go to disk, because such blocks hardly ever are used again
     expired: int = 0
     num_pinned: int = 0
     file_bytes: int = 0

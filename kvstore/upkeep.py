@@ -77,6 +77,11 @@ class Upkeep:
         if self._writer is not None:
             self._writer.tick()
 
+    def drop_from_disk(self, keys: Sequence[bytes]) -> None:
+        """Records that failed their proof; what memory has of them stays."""
+        if self._writer is not None:
+            self._drop_followers(self._writer.drop(keys))
+
     def pin(self, keys: Sequence[bytes], pin_s: float) -> int:
         until = self._now() + pin_s if pin_s > 0 else 0.0
         self._memory.index.pin(keys, until)
@@ -197,7 +202,7 @@ class Upkeep:
                 gone |= self._memory.discard(key)
             if self._writer is not None:
                 gone |= self._writer.drop(waiting)
-            waiting = gone.keys() - waiting - dropped.keys()  # followers in one tier, to be dropped from the others
+            waiting = gone.keys() - waiting - dropped.keys()  # what follows these may be in another tier than they
             dropped |= gone
         return dropped
 
@@ -222,7 +227,9 @@ class Upkeep:
         return max((index.last_used(key) for index in self._indexes() if key in index), default=self._now())
 
     def _pinned_until(self, key: bytes) -> float:
-        return max((index.pinned_until(key) for index in self._indexes() if key in index), default=0.0)
+        pending = None if self._writer is None else self._writer.pending.get(key)
+        until = 0.0 if pending is None else pending.pinned_until
+        return max((index.pinned_until(key) for index in self._indexes() if key in index), default=until)
 
     def _describe(self, info: BlockInfo, now: float) -> HeldBlock:
         resident = self._memory.get(info.key)
@@ -251,5 +258,5 @@ class Upkeep:
         self.num_corrupt += len(corrupt)
         if corrupt:
             logger.warning("kvstore dropped %d blocks from disk that failed their proof", len(corrupt))
-        self._writer.drop(corrupt)
+        self.drop_from_disk(corrupt)
         return len(corrupt)

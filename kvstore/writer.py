@@ -10,13 +10,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvrelay.kv.circuit import Circuit
 from kvstore.block import BlockInfo, StoredBlock
 from kvstore.books import DiskBooks
 from kvstore.clock import Clocks, StoreClock
-from kvstore.disk import Changes, DiskFailedError, DiskFullError, DiskTier
+from kvstore.disk import Changes, DiskDamagedError, DiskFailedError, DiskFullError, DiskTier
 from kvstore.pending import Pending, PendingBlock, disk_bytes
 from kvstore.quotas import Quotas
 
@@ -47,7 +48,8 @@ class DiskWriter:
         self.pending = Pending()
         self.num_failures = 0
         self.num_refused = 0
-        self.on_gone: Callable[[Collection[bytes]], None] = _ignore  # told what leaves the disk, or never gets there
+        self.num_corrupt = 0  # entries that failed their proof at the start
+        self.on_gone: Callable[[Collection[bytes]], None] = _ignore  # told of what leaves the disk by itself
         self._disk = disk
         self._clocks = clocks
         self._clock = StoreClock(clocks, None)
@@ -75,6 +77,7 @@ class DiskWriter:
         """Finds the blocks of earlier processes again."""
         scan = await self.run_on_thread(self._disk.scan)
         self._clock = StoreClock(self._clocks, scan.mark)
+        self.num_corrupt = scan.num_corrupt
         self._doom(self.books.restore(scan, self._clock))
         self._task = asyncio.create_task(self._run(), name="kvstore-writer")
 
@@ -83,20 +86,29 @@ class DiskWriter:
 
         While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed.
         """
-        if not self._accepts(block) or not await self._wait_for_room():
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or not await self._wait_for_room():
             self.num_failures += 1
             return False
         return self._push(info, block, pinned_until)
 
     def offer(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
         """As `add`, but never waits: what leaves memory cannot."""
-        if not self._accepts(block) or self.pending.num_bytes >= MAX_PENDING_BYTES:
+        if not self._fits(info, block):
+            self.num_refused += 1
+            return False
+        if not self._accepts() or self.pending.num_bytes >= MAX_PENDING_BYTES:
             self.num_failures += 1
             return False
         return self._push(info, block, pinned_until)
 
     def drop(self, keys: Iterable[bytes]) -> dict[bytes, int]:
-        """Forgets blocks and what follows them, written or pending, and deletes them soon; slab bytes of all."""
+        """Forgets blocks and what follows them, written or pending, and deletes them soon; slab bytes of all.
+
+        `on_gone` is not told: whoever drops knows.
+        """
         dropped: dict[bytes, int] = {}
         for key in keys:
             dropped |= self.books.drop(key)
@@ -105,7 +117,8 @@ class DiskWriter:
             if pending is not None:
                 dropped[key] = pending.block.num_bytes
                 self.pending.cancel(key)
-        self._doom(dropped)
+        self._doomed += dropped
+        self._work.set()
         return dropped
 
     def expire(self) -> Collection[bytes]:
@@ -125,7 +138,7 @@ class DiskWriter:
 
     def tick(self) -> None:
         """To be called about once a second: what is due although nobody puts."""
-        if self._owes():
+        if self._owes() and not self._circuit.blocks(self._now()):
             self._work.set()
 
     async def flush(self, timeout_s: float) -> None:
@@ -162,9 +175,13 @@ class DiskWriter:
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def _accepts(self, block: StoredBlock) -> bool:
-        fits = disk_bytes(block.num_bytes) <= self.books.index.capacity_bytes
-        return fits and self._running() and self._circuit.allows(self._now())
+    def _fits(self, info: BlockInfo, block: StoredBlock) -> bool:
+        """Whether room could ever be made; pins may still be in the way when its turn comes."""
+        index, num_bytes = self.books.index, disk_bytes(block.num_bytes)
+        return num_bytes <= min(index.capacity_bytes, index.quotas.of(info.tenant) or index.capacity_bytes)
+
+    def _accepts(self) -> bool:
+        return self._running() and self._circuit.allows(self._now())
 
     def _push(self, info: BlockInfo, block: StoredBlock, pinned_until: float) -> bool:
         if info.key not in self:
@@ -192,9 +209,10 @@ class DiskWriter:
             self.on_gone(keys)
 
     def _owes(self) -> bool:
-        """Whether a transaction is due for the sake of deletes or entries, and the disk may be tried."""
-        if not self._doomed and not self._entries_due():
-            return False
+        """Whether a transaction is due for the sake of deletes or entries."""
+        return bool(self._doomed) or self._entries_due()
+
+    def _may_try(self) -> bool:
         return not self._circuit.is_open or self._circuit.allows(self._now())
 
     def _entries_due(self) -> bool:
@@ -205,7 +223,7 @@ class DiskWriter:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                while self.pending.has_queued() or self._owes():
+                while self.pending.has_queued() or (self._owes() and self._may_try()):
                     async with self._turn:
                         await self._write_batch(self.pending.take(self._max_batch_bytes))
         except Exception:
@@ -218,6 +236,8 @@ class DiskWriter:
         try:
             fitting = await self._reserve(batch)
             await self._write_with_recovery(fitting)
+        except DiskDamagedError as error:
+            await self._start_over(error)
         except (DiskFullError, DiskFailedError) as error:
             self._fail(fitting or batch, error)
         else:
@@ -228,14 +248,15 @@ class DiskWriter:
     async def _reserve(self, batch: list[PendingBlock]) -> list[PendingBlock]:
         """Makes room; those of the batch that may be written."""
         if not await self.run_on_thread(self._disk.may_grow, HEADROOM_BATCHES * self._max_batch_bytes):
-            self._doom(self.books.give_way(_sum_bytes(batch), ()))
+            self._doom(self.books.give_way(_sum_bytes(batch)))
+        batch = [pending for pending in batch if self.pending.holds(pending)]  # others were deleted just now
         for pending in batch:
             evicted = self.books.reserve(pending.info, pending.block.num_bytes, pending.pinned_until)
             if evicted is None:
                 self.num_refused += 1
             else:
                 self._doom(evicted)
-        return [pending for pending in batch if pending.info.key in self.books.index and self.pending.holds(pending)]
+        return [pending for pending in batch if pending.info.key in self.books.index]
 
     def _fail(self, batch: list[PendingBlock], error: Exception) -> None:
         self.num_failures += len(batch)
@@ -243,6 +264,13 @@ class DiskWriter:
             self._doom(self.books.drop(pending.info.key))
         if self._circuit.failed(self._now()):
             logger.warning("kvstore disk tier stops writing for now, reading goes on: %s", error)
+
+    async def _start_over(self, error: DiskDamagedError) -> None:
+        """A damaged file would refuse for ever; what it holds can be computed again. The batch goes with it."""
+        gone = self.books.clear()
+        await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
+        self._doomed.clear()
+        self.on_gone(gone)
 
     def _succeed(self) -> None:
         if self._circuit.is_open:
@@ -258,8 +286,7 @@ class DiskWriter:
             try:
                 await self._commit(batch)
             except DiskFullError:
-                keep = {key for pending in batch for key in (pending.info.key, pending.info.parent)}
-                self._doom(self.books.give_way(_sum_bytes(batch) + 1, keep))
+                self._doom(self.books.give_way(_sum_bytes(batch) + 1))
                 await self._make_room()
             else:
                 return

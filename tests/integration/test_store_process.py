@@ -98,6 +98,16 @@ async def test_a_second_process_on_the_same_path_says_so_in_one_line(tmp_path: P
         assert await client.put(BLOCKS) == len(BLOCKS)
 
 
+async def test_memory_that_no_machine_has_is_refused_in_one_line(tmp_path: Path) -> None:
+    arguments = (sys.executable, "-c", COMMAND, "--path", str(tmp_path), "--memory-bytes", "100000TiB")
+    process = await asyncio.create_subprocess_exec(*arguments, stderr=subprocess.PIPE)
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert errors.decode() == (
+        f"kvrelay kvstore: kvstore memory_bytes {100_000 << 40}: Cannot allocate memory; take less\n"
+    )
+
+
 async def test_it_runs_without_torch(tmp_path: Path) -> None:
     code = f"import sys; sys.modules['torch'] = None; {COMMAND}"
     arguments = (sys.executable, "-c", code, "--help")

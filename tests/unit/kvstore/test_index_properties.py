@@ -47,7 +47,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def protected(self) -> set[bytes]:
         pinned = [key for key, until in self.pinned_until.items() if until > self.now and key in self.sizes]
-        return {ancestor for key in pinned for ancestor in chain_of(key)}
+        return {each for key in pinned for each in chain_of(key) if self.joined(each, key)}
 
     def gone(self, dropped: list[bytes]) -> None:
         """They were here, each once, none before its followers."""
@@ -72,15 +72,22 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.add(BlockInfo(key, PARENTS[key], DEPTHS[key], tenant, ttl_s), size, self.now)
         self.sizes[key] = size
 
-    @rule(key=keys)
-    def hit(self, key: bytes) -> None:
+    def draw_held(self, data: st.DataObject) -> bytes:
+        return data.draw(st.sampled_from(sorted(self.sizes)))
+
+    @precondition(lambda self: self.sizes)
+    @rule(data=st.data())
+    def hit(self, data: st.DataObject) -> None:
+        key = self.draw_held(data)
         self.index.hit(chain_of(key), self.now)
         for each in chain_of(key):
             if each in self.sizes:
                 assert self.index.last_used(each) == self.now
 
-    @rule(key=keys)
-    def discard(self, key: bytes) -> None:
+    @precondition(lambda self: self.sizes)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        key = self.draw_held(data)
         dropped = self.index.discard(key)
         self.gone(dropped)
         assert all(key in chain_of(each) for each in dropped)
@@ -100,16 +107,40 @@ class IndexMachine(RuleBasedStateMachine):
             if info.ttl_s and self.index.last_used(key) + info.ttl_s <= self.now:
                 assert [other for other in self.sizes if PARENTS[other] == key], "expired, free, and still here"
 
-    @rule(key=keys, seconds=st.sampled_from([0.0, 2.0, 50.0]))
-    def pin(self, key: bytes, seconds: float) -> None:
-        assert self.index.pin([key], self.now + seconds) == (key in self.sizes)
-        if key in self.sizes:
-            self.pinned_until[key] = self.now + seconds
+    @precondition(lambda self: self.sizes)
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 2.0, 50.0]))
+    def pin(self, data: st.DataObject, seconds: float) -> None:
+        key = self.draw_held(data)
+        assert self.index.pin([key, b"not here"], self.now + seconds) == 1
+        self.pinned_until[key] = self.now + seconds
+
+    @precondition(lambda self: self.sizes)
+    @rule(data=st.data(), tenant=tenants, size=sizes)
+    def put_again(self, data: st.DataObject, tenant: str, size: int) -> None:
+        """Where it fits as it is; another tenant may be the one."""
+        key = self.draw_held(data)
+        used = self.index.used_by("a") - (self.sizes[key] if self.index.info(key).tenant == "a" else 0)
+        fits = self.index.used_bytes - self.sizes[key] + size <= CAPACITY
+        fits = fits and (tenant != "a" or used + size <= QUOTA_OF_A)
+        try:
+            self.index.add(BlockInfo(key, PARENTS[key], DEPTHS[key], tenant, 0.0), size, self.now)
+        except ValueError:
+            assert not fits
+        else:
+            assert fits
+            self.sizes[key] = size
+
+    @rule(key=keys, tenant=tenants, size=sizes, ttl_s=TTLS, age_s=st.sampled_from([0.0, 3.0, 40.0]))
+    def restore(self, key: bytes, tenant: str, size: int, ttl_s: float, age_s: float) -> None:
+        info = BlockInfo(key, PARENTS[key], DEPTHS[key], tenant, ttl_s)
+        if self.index.restore(info, size, self.now - age_s, hits=2):
+            assert key not in self.sizes
+            self.sizes[key] = size
 
     @precondition(lambda self: self.sizes)
     @rule(data=st.data())
     def select(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.sizes)))
+        key = self.draw_held(data)
         selected = self.index.select(key=key, now=self.now)
         assert set(selected) == {k for k in self.sizes if key in chain_of(k) and self.joined(key, k)}
         assert [DEPTHS[k] for k in selected] == sorted((DEPTHS[k] for k in selected), reverse=True)
@@ -121,4 +152,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestIndex.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -2,59 +2,21 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvrelay.types import Tier
 from kvstore import record
 from kvstore.block import StoredBlock, namespace_key
 from kvstore.disk import MIN_DISK_BYTES, Changes, DiskFullError, DiskTier
-from kvstore.memory import MemoryTier
 from kvstore.store import PutOutcome, Store
 from tests.support.manual_clock import ManualClock
+from tests.support.open_store import FLUSH_S, get, opened, put
 from tests.support.store_blocks import SLAB_BYTES, block_of, chain_of, info_of, key_of
 
-FLUSH_S = 20.0
 STORED, PRESENT, REFUSED = PutOutcome.STORED, PutOutcome.PRESENT, PutOutcome.REFUSED
-
-
-@asynccontextmanager
-async def opened(
-    path: Path | None,
-    *,
-    memory_blocks: int = 1_000,
-    disk_bytes: int = 8 << 20,
-    clock: Callable[[], float] | None = None,
-    make_disk: type[DiskTier] = DiskTier,
-) -> AsyncIterator[Store]:
-    disk = None if path is None else make_disk(path, disk_bytes, "boot-1")
-    store = Store(MemoryTier(memory_blocks * SLAB_BYTES), disk, clock or ManualClock(0.0))
-    await store.start()
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-async def put(store: Store, *numbers: int, flush: bool = True) -> list[PutOutcome]:
-    outcomes = [await store.put(info_of(n), block_of(n)) for n in numbers]
-    if flush:
-        await store.flush(FLUSH_S)
-    return outcomes
-
-
-async def get(store: Store, *numbers: int) -> list[Tier]:
-    """Tiers of what was served, after comparing every byte."""
-    tiers: list[Tier] = []
-    async for block, tier in store.get([key_of(n) for n in numbers]):
-        assert block.payload == block_of(numbers[len(tiers)]).payload
-        tiers.append(tier)
-    return tiers
 
 
 async def test_a_block_is_stored_once_and_then_present(tmp_path: Path) -> None:
@@ -247,6 +209,7 @@ async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_tria
         assert store.stats().write_failures == 2
         assert disk.num_full == 1_000 - 3  # the first block's three tries; the second was not tried at all
         assert caplog.text.count("stops writing for now, reading goes on: No space left on device") == 1
+        assert store.match([key_of(100), key_of(101)]) == [Tier.NONE, Tier.MEMORY]
         assert await get(store, 18, 19) == [Tier.DISK] * 2
         disk.num_full, clock.now = 0, 6.0
         await put(store, 102)
@@ -356,54 +319,4 @@ async def test_a_get_that_is_left_early_leaves_no_read_behind(tmp_path: Path) ->
         await anext(found)
         await found.aclose()
         await asyncio.sleep(0)
-        assert store._readers._work_queue.empty()
-
-
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), st.integers(0, 150)),
-        st.tuples(st.just("get"), st.integers(0, 150)),
-        st.tuples(st.just("rot"), st.integers(0, 150)),
-        st.tuples(st.just("flush"), st.just(0)),
-        st.tuples(st.just("restart"), st.just(0)),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=25)
-@given(operations)
-def test_whatever_happens_a_get_serves_the_bytes_that_were_put(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
-) -> None:
-    path = tmp_path_factory.mktemp("store")
-    asyncio.run(run_steps(path, steps))
-
-
-async def run_steps(path: Path, steps: list[tuple[str, int]]) -> None:
-    put_numbers: set[int] = set()
-    steps_taken = len(steps)
-    while steps:
-        async with opened(path, memory_blocks=3, disk_bytes=MIN_DISK_BYTES) as store:
-            while steps:
-                step, number = steps.pop(0)
-                if step == "put":
-                    await put(store, *range(number, number + 5), flush=False)
-                    put_numbers.update(range(number, number + 5))
-                elif step == "get":
-                    served = await get(store, *range(number, number + 5))
-                    assert set(range(number, number + len(served))) <= put_numbers
-                elif step == "rot" and store._disk is not None:
-                    with store._disk._env.begin(write=True) as txn:
-                        if txn.get(key_of(number)):
-                            txn.put(key_of(number), record.pack(key_of(number), block_of(number + 1)))
-                elif step == "flush":
-                    await store.flush(FLUSH_S)
-                elif step == "restart":
-                    break
-                stats = store.stats()
-                assert stats.memory.num_bytes <= stats.memory.capacity_bytes
-                assert stats.disk.num_bytes <= stats.disk.capacity_bytes
-                assert stats.write_failures == 0
-    if steps_taken:
-        assert (path / "data.mdb").stat().st_size <= MIN_DISK_BYTES
+        assert store._reader.threads._work_queue.empty()
