@@ -56,7 +56,7 @@ class Admission:
     ) -> None:
         """Raises OverloadedError when the queue has no room for so many more of the tenant's. Whoever is told when to
         come back, and does, with the same `request_id`, finds room more likely than others do."""
-        num_kept = self._advice.num_kept(tenant, request_id, self._places.most(tenant), now)
+        num_kept = self._advice.num_kept(tenant, request_id, self._places.most(tenant), now, num_places)
         why_not = self._places.why_no_room(tenant, num_places, num_tokens, num_kept)
         if why_not:
             delay_s = self._advice.refused(tenant, request_id, num_places, num_tokens, now)

@@ -51,4 +51,4 @@ class CoordinatorConfig(RoleConfig):
 
     def check(self) -> None:
         """Raises ConfigError where fields contradict each other."""
-        parse_policies(self.tenants)
+        parse_policies(self.tenants).check_within(self.max_queue, self.max_queue_wait_s)

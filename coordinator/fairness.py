@@ -40,6 +40,7 @@ class DeficitRounds:
         self._round = 0
         self._accounts: dict[str, _Account] = {}
         self._waiting: Heap[str] = Heap()  # by the round of the next turn
+        self._num_in_debt = 0  # accounts that the last look for even ones left
 
     @property
     def num_accounts(self) -> int:
@@ -55,7 +56,7 @@ class DeficitRounds:
         """Nothing of the tenant waits. What credit it has left lapses with the round; what it owes it goes on owing."""
         self._account(tenant)
         self._waiting.remove(tenant)
-        if len(self._accounts) > 2 * len(self._waiting) + _SLACK:
+        if len(self._accounts) > 2 * (len(self._waiting) + self._num_in_debt) + _SLACK:
             self._forget_the_even()
 
     def next(self) -> str | None:
@@ -103,3 +104,4 @@ class DeficitRounds:
         for tenant in [name for name in self._accounts if name not in self._waiting]:
             if self._account(tenant).credit >= 0:
                 del self._accounts[tenant]
+        self._num_in_debt = len(self._accounts) - len(self._waiting)

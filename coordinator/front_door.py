@@ -113,12 +113,12 @@ class FrontDoor:
             raise
 
     async def _accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
+        request_id = _settle_request_id(request.request_id)  # before a promise is remembered by it
         self._check_n(request, tenant.label)
         request.check_priority()
         scope = self._salts.scope(tenant, request)
         self._check_open(request, scope.tenant)
         model = self.model(request.model)
-        request_id = _settle_request_id(request.request_id)
         request.sampling.validate(model.vocab_size)
         prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         self._check_open(request, scope.tenant)  # a drain may have begun meanwhile, and counts on the requests it found

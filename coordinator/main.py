@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import grpc
@@ -25,7 +26,11 @@ from coordinator.text import Text
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
-from kvrelay.types import InstanceId, Role
+from kvrelay.types import DEFAULT_TENANT, InstanceId, Role
+
+logger = logging.getLogger(__name__)
+
+_KNOWS_NOBODY = identify
 
 
 class Coordinator:
@@ -51,6 +56,8 @@ class Coordinator:
         self._cluster = Cluster(members, self._nodes, self._changed)
         self._metrics = CoordinatorMetrics(registry)
         policies = parse_policies(config.tenants)
+        if identify is _KNOWS_NOBODY:
+            _warn_of_strangers(policies)
         self._admission = _admission(config, policies, self._metrics)
         self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
         salts = Salts(read_secret(config.cluster_secret_file))
@@ -83,6 +90,18 @@ class Coordinator:
         if self._readiness is not None:
             why_not = self.door.why_not_ready()
             self._readiness.set(not why_not, why_not)
+
+
+def _warn_of_strangers(policies: TenantPolicies) -> None:
+    """Nobody can prove to be such a tenant, and nobody else gets the places that it is owed."""
+    strangers = [name for name in policies.names if name != DEFAULT_TENANT]
+    if strangers:
+        logger.warning(
+            "tenants names %s, but no call is authenticated yet, so all are of tenant %r: the places that these are "
+            "owed stay empty",
+            ", ".join(strangers),
+            DEFAULT_TENANT,
+        )
 
 
 def _admission(config: CoordinatorConfig, policies: TenantPolicies, metrics: CoordinatorMetrics) -> Admission:

@@ -62,11 +62,12 @@ class Promises:
     def __len__(self) -> int:
         return len(self._later) + len(self._soon)
 
-    def num_kept(self, request_id: str, pace: Pace, now: float) -> int:
-        """Places that the request has to leave to others: none when its own time has come, and if it comes early those
-        of the ones before it."""
+    def num_kept(self, request_id: str, pace: Pace, now: float, num_places: int = 1) -> int:
+        """Places that a request for so many has to leave to others: none when its own time has come, and if it comes
+        early those of the ones before it; all, if it wants more than it was promised."""
         self._pass_on(pace, now)
-        if request_id not in self._soon:
+        promise = self._soon.get(request_id)
+        if promise is None or num_places > promise.num_places:
             return self._num_soon
         if self._is_due(request_id, now):
             return 0
@@ -78,7 +79,9 @@ class Promises:
         `guess_s` holds while no pace is known."""
         self._pass_on(pace, now)
         known = self._soon.get(request_id) or self._later.get(request_id)
-        if known is not None:
+        if known is not None and num_places > known.num_places:
+            self.forget(request_id)  # it is another request by now
+        elif known is not None:
             return self._tell_again(request_id, known, now)
         expected = pace.seconds_for(num_places, num_tokens, now)
         # After the last one that was told, not by this moment's pace for all of them: many would be told the same.
@@ -96,6 +99,15 @@ class Promises:
             promise = promises.pop(request_id, None)
             if promise is not None and promises is self._soon:
                 self._num_soon -= promise.num_places
+            if promise is not None and promise.due == self._last_due:
+                self._last_due = self._latest_due()
+
+    def _latest_due(self) -> float:
+        """Or else who comes next would go on being told to wait behind those that came early, and are served."""
+        for promises in (self._later, self._soon):
+            if promises:
+                return promises[next(reversed(promises))].due
+        return 0.0
 
     def _is_due(self, request_id: str, now: float) -> bool:
         """A moment before is in time: clocks differ."""

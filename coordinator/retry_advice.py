@@ -26,11 +26,11 @@ class RetryAdvice:
         """What recent requests of the tenant waited, within bounds."""
         return min(max(self._of(tenant).mean_wait_s, MIN_RETRY_AFTER_S), MAX_GUESS_S)
 
-    def num_kept(self, tenant: str, request_id: str, most_places: int, now: float) -> int:
-        """Places that a request of the tenant has to leave free. Never more than half: were those to whom they are
-        promised all gone, the others shall have enough to keep the cluster busy."""
+    def num_kept(self, tenant: str, request_id: str, most_places: int, now: float, num_places: int = 1) -> int:
+        """Places that a request of the tenant for so many has to leave free. Never more than half: were those to whom
+        they are promised all gone, the others shall have enough to keep the cluster busy."""
         known = self._of(tenant)
-        return min(known.promises.num_kept(request_id, known.pace, now), most_places // 2)
+        return min(known.promises.num_kept(request_id, known.pace, now, num_places), most_places // 2)
 
     def refused(self, tenant: str, request_id: str, num_places: int, num_tokens: int, now: float) -> float:
         """The delay in seconds to tell."""

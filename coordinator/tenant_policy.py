@@ -54,6 +54,21 @@ class TenantPolicies:
     def of(self, tenant: str) -> TenantPolicy:
         return self._named.get(tenant, self._otherwise)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tenants that are named, without EVERYONE_ELSE."""
+        return tuple(self._named)
+
+    def check_within(self, max_places: int, max_wait_s: float) -> None:
+        """Raises ConfigError for a tenant's bound that the one for all together would make meaningless."""
+        for name, policy in {**self._named, EVERYONE_ELSE: self._otherwise}.items():
+            for term, own, flag, most in (
+                ("max_queued", policy.max_queued, "max_queue", max_places),
+                ("max_wait_s", policy.max_wait_s, "max_queue_wait_s", max_wait_s),
+            ):
+                if own > most:
+                    raise ConfigError(f"tenants has {name!r}: {term} is {own:g}, over the {most:g} of {flag} for all")
+
     def weight(self, tenant: str) -> float:
         return self.of(tenant).weight
 
@@ -82,7 +97,11 @@ def _parse_entry(entry: str) -> tuple[str, TenantPolicy]:
         if not colon:
             raise ConfigError("a name, a colon and terms are needed, such as search:weight=3,max_queued=64")
         check_tenant_name(name)
-        given: dict[str, Any] = dict(_parse_term(term) for term in terms.split(",") if term.strip())
+        given: dict[str, Any] = {}
+        for key, value in map(_parse_term, filter(str.strip, terms.split(","))):
+            if key in given:
+                raise ConfigError(f"{key} is given twice")
+            given[key] = value
         return name, TenantPolicy(**given)
     except (ConfigError, InvalidRequestError) as error:
         raise ConfigError(f"tenants has {entry[: 2 * MAX_TENANT_CHARS]!r}: {error.message}") from error

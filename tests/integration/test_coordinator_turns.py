@@ -135,6 +135,30 @@ async def test_a_place_that_comes_free_is_for_whoever_was_told_to_come_back_for_
         assert await waiting.order() == ["a0", "a1", "patient"]
 
 
+async def test_no_place_is_promised_under_an_id_that_no_request_may_have() -> None:
+    """A promise is kept in memory by its id, and a client may write one of megabytes."""
+    async with line(max_queue=1) as waiting:
+        for name in ("a0", "a1"):
+            await waiting.ask(name)
+        with pytest.raises(InvalidRequestError, match="a request id is 1 to 128 printable ASCII characters"):
+            await waiting.cluster.ask(request_id="x" * 129)
+        with pytest.raises(OverloadedError, match="1 answers wait already"):
+            await waiting.cluster.ask(request_id="x" * 128)
+        await waiting.order()
+
+
+async def test_tenants_that_nobody_can_prove_to_be_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    async with ends(tenants="acme:weight=3;default:weight=1;*:max_queued=32"):
+        pass
+    async with line("acme:weight=3"):
+        pass
+    warnings = [record.message for record in caplog.records if record.name == "coordinator.main"]
+    assert warnings == [
+        "tenants names acme, but no call is authenticated yet, so all are of tenant 'default': the places that these "
+        "are owed stay empty"
+    ]
+
+
 async def test_a_tenants_own_longest_wait() -> None:
     async with line("b:max_wait_s=0.3") as waiting:
         await waiting.ask("a0")

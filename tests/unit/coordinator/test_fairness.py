@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +98,28 @@ def test_tenants_that_owe_nothing_are_forgotten() -> None:
         rounds.charge(f"t{number}", 10)
         rounds.rest(f"t{number}")
     assert rounds.num_accounts < 100
+
+
+def test_those_that_owe_are_not_looked_through_at_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand tenants that owe for long would make each turn a thousand times as dear."""
+    looks = Counter[str]()
+    monkeypatch.setattr(DeficitRounds, "_account", counted(DeficitRounds._account, looks))
+    rounds = DeficitRounds(lambda tenant: 1.0, QUANTUM)
+    for number in range(1_000):
+        rounds.wait(f"t{number}")
+        assert rounds.next() == f"t{number}"
+        rounds.charge(f"t{number}", 10_000_000)
+        rounds.rest(f"t{number}")
+    assert rounds.num_accounts == 1_000
+    assert looks.total() < 10_000
+
+
+def counted(account: Callable[..., Any], looks: Counter[str]) -> Callable[..., Any]:
+    def count(rounds: DeficitRounds, tenant: str) -> Any:
+        looks[tenant] += 1
+        return account(rounds, tenant)
+
+    return count
 
 
 SIZES = st.lists(st.integers(1, 700), min_size=1, max_size=60)

@@ -91,6 +91,31 @@ def test_one_that_comes_early_is_told_the_rest_and_one_that_finds_no_room_is_wai
     assert len(promises) == 1
 
 
+def test_nobody_waits_behind_one_that_came_early_and_got_in() -> None:
+    promises, pace = Promises(), FixedPace(10.0)
+    told = [promises.tell(request_id, 1, 0, pace, 1.0, now=0.0) for request_id in "abc"]
+    assert told == pytest.approx([12.5, 25.0, 37.5])
+    promises.forget("b")
+    assert promises.tell("d", 1, 0, pace, 1.0, now=0.0) == pytest.approx(50.0), "c is still to come"
+    for request_id in "cd":
+        promises.forget(request_id)
+    assert promises.tell("e", 1, 0, pace, 1.0, now=0.0) == pytest.approx(25.0), "after a"
+    for request_id in "ae":
+        promises.forget(request_id)
+    assert promises.tell("f", 1, 0, pace, 1.0, now=0.0) == pytest.approx(12.5)
+
+
+def test_one_that_wants_more_than_it_was_promised_is_promised_anew() -> None:
+    promises, pace = Promises(), FixedPace(2.0)
+    for request_id in "ab":
+        promises.tell(request_id, 1, 0, pace, 1.0, now=0.0)
+    assert promises.num_kept("a", pace, 2.5, num_places=1) == 0
+    assert promises.num_kept("a", pace, 2.5, num_places=2) == 2, "not the other's place too"
+    assert promises.tell("a", 2, 0, pace, 1.0, now=2.5) == pytest.approx(7.5), "5 s after the other"
+    assert promises.num_kept("new", pace, 2.5) == 1 + 2
+    assert promises.num_kept("a", pace, 10.0, num_places=2) == 0
+
+
 def test_who_chose_no_id_is_promised_nothing() -> None:
     promises, pace = Promises(), steady(2.0)
     assert promises.tell("", 1, 0, pace, 1.0, now=0.0) == pytest.approx(2.5)

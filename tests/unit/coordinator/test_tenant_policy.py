@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_parts_go_by_weight_and_what_is_left_is_nobodys() -> None:
             "'wieght' is no term of a tenant; allowed are weight, max_queued, max_queued_tokens,",
         ),
         ("a:;a:weight=2", "tenants has 'a' twice"),
+        ("a:weight=1,weight=2", "tenants has 'a:weight=1,weight=2': weight is given twice"),
         (":weight=2", "tenant is ''; allowed are 1 to 64 printable characters"),
     ],
 )
@@ -62,6 +64,22 @@ def test_mistakes_are_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_policies(text)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:max_queued=9", "tenants has 'a': max_queued is 9, over the 8 of max_queue for all"),
+        ("*:max_queued=9", "tenants has '*': max_queued is 9, over the 8 of max_queue for all"),
+        ("a:;b:max_wait_s=2.5", "tenants has 'b': max_wait_s is 2.5, over the 2 of max_queue_wait_s for all"),
+    ],
+)
+def test_a_bound_that_could_never_hold_is_refused(text: str, message: str) -> None:
+    config = CoordinatorConfig(model=Path("m"), max_queue=8, max_queue_wait_s=2.0, tenants=text)
+    with pytest.raises(ConfigError) as caught:
+        config.check()
+    assert message in caught.value.message
+    replace(config, tenants="a:max_queued=8,max_wait_s=2").check()
 
 
 def test_the_configuration_takes_them_from_every_source(tmp_path: Path) -> None:
