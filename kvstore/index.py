@@ -118,18 +118,16 @@ class TierIndex:
         return [entry.info.key for entry in expired + evicted]
 
     def accepts(self, info: BlockInfo) -> bool:
-        """Whether its place in its chain fits those of the blocks beside it that are here.
+        """Whether its place in its chain fits those of the blocks beside it that are here: places grow along a chain.
 
-        Whoever computed a block says what it follows; what is said wrongly, or to do harm, could close a circle.
+        Whoever computed a block says what it follows; what is said wrongly, or to do harm, could close a circle. Not
+        by one alone: a sender that knows no chains puts each block at place 0, and others go on from there.
         """
         parent = self._entries.get(info.parent)
-        fits_parent = parent is None or parent.info.chain_index == info.chain_index - 1
+        follows = parent is None or parent.info.chain_index < info.chain_index
         followers = (self._entries[key].info for key in self._chains.followers(info.key))
-        return (
-            info.parent != info.key
-            and fits_parent
-            and all(follower.chain_index == info.chain_index + 1 for follower in followers)
-        )
+        precedes = all(follower.chain_index > info.chain_index for follower in followers)
+        return info.parent != info.key and follows and precedes
 
     def add(self, info: BlockInfo, num_bytes: int, now: float) -> None:
         """Takes the place of what is here under the same key.

@@ -22,9 +22,10 @@ from kvstore.disk import DiskTier
 from kvstore.lifetimes import parse_lifetime
 from kvstore.memory import MemoryTier
 from kvstore.metrics import StoreCollector
+from kvstore.options import StoreOptions
 from kvstore.placement import WritePolicy
 from kvstore.service import KVStoreService
-from kvstore.store import Store, StoreOptions
+from kvstore.store import Store
 
 
 class KVStoreApp:

@@ -41,6 +41,7 @@ class Placement:
         if info.key in self._writer:
             return True
         resident = self._memory.get(info.key)
+        info = info if resident is None else resident.info  # whoever puts a block again does not make it his
         if resident is None and self._policy is WritePolicy.REUSE:
             return False
         if resident is not None and self._policy is not WritePolicy.THROUGH:

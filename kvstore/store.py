@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import aclosing
 from enum import Enum
 from itertools import takewhile
 from typing import TypeAlias
@@ -20,20 +18,18 @@ from typing import TypeAlias
 from kvrelay.errors import CorruptBlockError
 from kvrelay.types import Tier
 from kvstore.block import BlockInfo, StoredBlock
-from kvstore.clock import Clocks, seconds_since_boot
-from kvstore.disk import DiskFailedError, DiskTier
-from kvstore.lifetimes import Lifetimes
+from kvstore.clock import Clocks
+from kvstore.disk import DiskTier
 from kvstore.listing import HeldBlock, Progress
 from kvstore.memory import MemoryTier
-from kvstore.placement import Placement, WritePolicy
-from kvstore.quotas import Quotas
-from kvstore.read_ahead import Job, ReadAhead
+from kvstore.options import StoreOptions
+from kvstore.placement import Placement
+from kvstore.reader import Reader
 from kvstore.selector import Selector
 from kvstore.stats import StoreStats, TierHoldings
 from kvstore.upkeep import Upkeep
 from kvstore.writer import DiskWriter
 
-READER_THREADS = 2
 TICK_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -44,20 +40,6 @@ class PutOutcome(Enum):
     STORED = "stored"
     PRESENT = "present"
     REFUSED = "refused"  # empty, corrupt, without its parent, or no tier has room for it
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """What a store is told besides its tiers."""
-
-    write_policy: WritePolicy = WritePolicy.THROUGH
-    reuse_hits: int = 1  # REUSE: times a block was served before it is written
-    min_reuse: float = 0.0  # places in a chain that are used again less often, as a share, do not go to disk
-    disk_quotas: Quotas = field(default_factory=Quotas)
-    lifetimes: Lifetimes = field(default_factory=Lifetimes)
-    namespace_ttl_s: float = 0.0  # 0: blocks of models that nobody runs any more stay as long as others
-    wall: Callable[[], float] = time.time
-    since_boot: Callable[[], float] = seconds_since_boot
 
 
 class Store:
@@ -89,11 +71,10 @@ class Store:
                 reuse_hits=options.reuse_hits,
                 min_reuse=options.min_reuse,
             )
-        self._readers = ThreadPoolExecutor(READER_THREADS, "kvstore-reader")
-        self._upkeep = Upkeep(memory, disk, self._writer, self._readers, now, options.namespace_ttl_s)
+        self._reader = Reader(memory, disk, self._writer, now)
+        self._upkeep = Upkeep(memory, disk, self._writer, self._reader.threads, now, options.namespace_ttl_s)
         self._ticking: asyncio.Task[None] | None = None
-        self._hits = {Tier.MEMORY: 0, Tier.DISK: 0}
-        self._num_misses = 0
+        self._num_missed_by_match = 0
         self._num_corrupt = 0
         self._num_refused = 0
 
@@ -119,7 +100,7 @@ class Store:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
-        self._readers.shutdown()
+        self._reader.threads.shutdown()
         if self._writer is not None:
             await self._writer.close()
 
@@ -130,13 +111,13 @@ class Store:
     def match(self, keys: Sequence[bytes]) -> Tiers:
         """Where each block is, by the books alone; NONE where it is not. Changes nothing, not even the age."""
         self._upkeep.expire()
-        return [self._tier_of(key) for key in keys]
+        return [self._reader.tier_of(key) for key in keys]
 
     def match_prefix(self, keys: Sequence[bytes]) -> Tiers:
         """Tiers of the longest prefix that is here; what is asked for beyond it counts as missed."""
         self._upkeep.expire()
-        tiers = list(takewhile(lambda tier: tier is not Tier.NONE, map(self._tier_of, keys)))
-        self._num_misses += len(keys) - len(tiers)
+        tiers = list(takewhile(lambda tier: tier is not Tier.NONE, map(self._reader.tier_of, keys)))
+        self._num_missed_by_match += len(keys) - len(tiers)
         return tiers
 
     async def get(self, keys: Sequence[bytes]) -> AsyncGenerator[tuple[StoredBlock, Tier], None]:
@@ -145,30 +126,24 @@ class Store:
         A payload may be looked at for as long as its block, or any view of it, is kept, and no longer.
         """
         self._upkeep.expire()
-        ahead = ReadAhead(keys, self._size_on_disk, self._begin_read)
         num_served = 0
         try:
-            for position, key in enumerate(keys):
-                ahead.advance(position)
-                found = self._read_memory(key) or await self._read_disk(key, ahead)
-                if found is None:
-                    self._num_misses += 1
-                    return
-                self._hits[found[1]] += 1
-                num_served += 1
-                yield found
-                del found
+            async with aclosing(self._reader.read(keys, self._upkeep)) as reading:
+                async for found in reading:
+                    num_served += 1
+                    yield found
+                    del found
         finally:
-            ahead.close()
             self._served(keys[:num_served])
 
     async def put(self, info: BlockInfo, block: StoredBlock) -> PutOutcome:
-        """REFUSED where the block before it is not held, except for a first one (chain_index 0)."""
+        """REFUSED also where the block before it is not held (a first one, chain_index 0, needs none), or where those
+        beside it in the chain say that its place is another."""
         self._upkeep.expire()
-        if block.num_bytes == 0 or not self._proves(block) or not self._has_parent(info):
+        if block.num_bytes == 0 or not self._proves(block) or not self._fits_chain(info):
             self._num_refused += 1
             return PutOutcome.REFUSED
-        present = self._tier_of(info.key) is not Tier.NONE
+        present = self._reader.tier_of(info.key) is not Tier.NONE
         if present:
             self._served([info.key])
         self._upkeep.namespaces.used(info.key, self._now())
@@ -218,7 +193,7 @@ class Store:
                 num_blocks=len(memory),
                 num_bytes=memory.used_bytes,
                 capacity_bytes=memory.capacity_bytes,
-                hits=self._hits[Tier.MEMORY],
+                hits=self._reader.hits[Tier.MEMORY],
                 evictions=memory.num_evictions,
             ),
             disk=TierHoldings()
@@ -227,11 +202,14 @@ class Store:
                 num_blocks=len(books),
                 num_bytes=books.used_bytes,
                 capacity_bytes=books.capacity_bytes,
-                hits=self._hits[Tier.DISK],
+                hits=self._reader.hits[Tier.DISK],
                 evictions=books.num_evictions,
             ),
-            misses=self._num_misses,
-            corrupt=self._num_corrupt + self._upkeep.num_corrupt + (0 if writer is None else writer.num_corrupt),
+            misses=self._num_missed_by_match + self._reader.num_misses,
+            corrupt=self._num_corrupt
+            + self._reader.num_corrupt
+            + self._upkeep.num_corrupt
+            + (0 if writer is None else writer.num_corrupt),
             write_failures=0 if writer is None else writer.num_failures,
             not_worth=0 if self._placement is None else self._placement.num_not_worth,
             refused=self._num_refused + self._memory.num_refused + (0 if writer is None else writer.num_refused),
@@ -250,15 +228,12 @@ class Store:
             except Exception:
                 logger.exception("kvstore: upkeep failed; it is tried again")
 
-    def _tier_of(self, key: bytes) -> Tier:
-        if key in self._memory or (self._writer is not None and key in self._writer.pending):
-            return Tier.MEMORY
-        if self._writer is not None and key in self._writer.books.index:
-            return Tier.DISK
-        return Tier.NONE
-
-    def _has_parent(self, info: BlockInfo) -> bool:
-        return info.chain_index == 0 or self._tier_of(info.parent) is not Tier.NONE
+    def _fits_chain(self, info: BlockInfo) -> bool:
+        """Whether what it follows is held, and the places of those beside it go on by one."""
+        if info.chain_index > 0 and self._reader.tier_of(info.parent) is Tier.NONE:
+            return False
+        on_disk = self._writer is None or self._writer.books.index.accepts(info)
+        return on_disk and self._memory.index.accepts(info)
 
     def _proves(self, block: StoredBlock) -> bool:
         try:
@@ -278,47 +253,3 @@ class Store:
         if self._writer is not None and self._placement is not None:
             self._writer.books.hit(keys)
             self._placement.served(keys)
-
-    def _read_memory(self, key: bytes) -> tuple[StoredBlock, Tier] | None:
-        held = self._memory.get(key) or (None if self._writer is None else self._writer.pending.get(key))
-        if held is None:
-            return None
-        try:
-            held.block.verify()
-        except CorruptBlockError as error:
-            self._count_corrupt(Tier.MEMORY, error)
-            self._memory.discard(key)
-            if self._writer is not None:
-                self._writer.pending.cancel(key)  # they are the same bytes
-            return None
-        return held.block, Tier.MEMORY
-
-    async def _read_disk(self, key: bytes, ahead: ReadAhead) -> tuple[StoredBlock, Tier] | None:
-        """From a job of the read-ahead, or from one of its own where the block left memory meanwhile."""
-        if self._writer is None or not (ahead.reads(key) or self._size_on_disk(key)):
-            return None
-        found = await ahead.take(key) if ahead.reads(key) else (await self._begin_read([key]))[0]
-        if isinstance(found, DiskFailedError):
-            logger.warning("kvstore: %s", found)
-            return None
-        if key not in self._writer.books.index:
-            return None  # deleted, or its time was over, while it was read
-        if not isinstance(found, StoredBlock):
-            self._count_corrupt(Tier.DISK, found or CorruptBlockError("a record is not where it was written"))
-            self._upkeep.drop_from_disk([key])
-            return None
-        self._memory.add(self._writer.books.index.info(key), found, self._now())
-        return found, Tier.DISK
-
-    def _size_on_disk(self, key: bytes) -> int:
-        """Slab bytes if the block is on disk alone, else 0."""
-        return self._writer.books.slab_bytes(key) if self._writer and self._tier_of(key) is Tier.DISK else 0
-
-    def _begin_read(self, keys: Sequence[bytes]) -> Job:
-        if self._disk is None:
-            raise LookupError("a store without a disk tier reads none")
-        return asyncio.get_running_loop().run_in_executor(self._readers, self._disk.read_many, keys)
-
-    def _count_corrupt(self, tier: Tier, error: CorruptBlockError) -> None:
-        self._num_corrupt += 1
-        logger.warning("kvstore dropped a block from %s: %s", tier.value, error)

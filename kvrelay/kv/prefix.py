@@ -1,7 +1,8 @@
 """What of a sequence is not computed again: blocks of the node's own pool, then blocks of the kvstore.
 
-The pool pins its part when blocks are set aside; the rest of the leading full blocks is asked from the store here and
-written into the others. Whatever does not come, or comes damaged, is computed.
+The pool pins its part when blocks are set aside. `load_prefix` asks the store for the rest and waits for it, as a
+decode node does for a request that comes back; a prefill node computes meanwhile (`prefill_node.loading`). Whatever
+does not come, or comes damaged, is computed.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 200
+from tests.support.killed_store import LIVES, NUMBERS
+
 MAX_LIFE_S = 0.05  # after the store has opened: about ten transactions
-STEP = 61  # numbers given to each life; odd, so that every other one is of a disposable store
 
 
 class Nursery:
@@ -55,8 +55,8 @@ def test_a_store_that_is_killed_again_and_again_never_lies_and_forgets_nothing(n
     choices = random.Random(5)
     last_written: int | None = None
     num_written = 0
-    for life in range(KILLS):
-        pid = nursery.begin(life * STEP)
+    for life in range(LIVES):
+        pid = nursery.begin(life * NUMBERS)
         word, *held = nursery.line()
         assert word == "proven", f"life {life}: {' '.join(held)}"
         assert last_written is None or str(last_written) in held, f"life {life}: block {last_written} is lost"
@@ -66,4 +66,4 @@ def test_a_store_that_is_killed_again_and_again_never_lies_and_forgets_nothing(n
             assert words[0] == "written", f"life {life}: {' '.join(words)}"
             last_written, num_written = int(words[1]), num_written + 1
         killer.join()
-    assert num_written > KILLS  # they were killed at work, not before it
+    assert num_written > LIVES  # they were killed at work, not before it

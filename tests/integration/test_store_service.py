@@ -405,13 +405,13 @@ async def test_the_offloader_sends_what_the_store_lacks() -> None:
         return None if block_hash == gone else dict(map(block, range(8)))[block_hash]
 
     async with store_at() as served, client_of(served.address) as client:
-        await client.put([block(1)])
+        await client.put([block(0)], chain_of(0))
         offloader = Offloader(client, read, batch_blocks=3)
         await offloader.start()
         offloader.offer(chain_of(*range(8)))
         offloader.offer(chain_of(1, 2))
         await offloader.close()
-        assert reads == hashes(0, 2, 3, 4, 5, 6, 7)
+        assert reads == hashes(1, 2, 3, 4, 5, 6, 7)
         assert await client.missing(hashes(*range(8))) == hashes(5, 6, 7)  # one is gone, and so are its children
         assert (offloader.num_stored, offloader.num_dropped) == (4, 0)
 
@@ -422,7 +422,8 @@ async def test_the_offloader_drops_what_is_beyond_its_bound() -> None:
 
     async with store_at() as served, client_of(served.address) as client:
         offloader = Offloader(client, read, max_pending_blocks=3)
-        offloader.offer(chain_of(1, 2, 2, 3, 4, 5))
+        offloader.offer(chain_of(1, 2))
+        offloader.offer(chain_of(1, 2, 3, 4, 5))
         assert offloader.num_dropped == 2
         await offloader.start()
         await offloader.close()

@@ -11,8 +11,9 @@ from kvrelay.types import Tier
 from kvstore.block import DEFAULT_TENANT
 from kvstore.disk import DiskTier
 from kvstore.memory import MemoryTier
+from kvstore.options import StoreOptions
 from kvstore.quotas import Quotas
-from kvstore.store import PutOutcome, Store, StoreOptions
+from kvstore.store import PutOutcome, Store
 from tests.support.manual_clock import ManualClock
 from tests.support.store_blocks import SLAB_BYTES, block_of, chain_of, info_of, key_of
 

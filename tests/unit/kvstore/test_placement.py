@@ -107,6 +107,28 @@ async def test_a_block_whose_parent_is_not_held_is_refused(tmp_path: Path, memor
         assert await store.put(orphan, block_of(2)) is STORED
 
 
+@pytest.mark.parametrize("memory_blocks", [100, 0])
+async def test_blocks_that_claim_a_wrong_place_are_refused_and_stop_nobody(tmp_path: Path, memory_blocks: int) -> None:
+    """Said wrongly, or to do harm: a place before that of what it follows, a block after itself, a circle."""
+    async with opened(tmp_path, memory_blocks=memory_blocks) as store:
+        await put_chain(store, 1, 2)
+        for after, index in ((2, 1), (2, 0), (3, 1)):
+            assert await store.put(info_of(3, after=after, index=index), block_of(3)) is REFUSED
+        assert await store.put(info_of(1, after=2, index=2), block_of(1)) is REFUSED
+        assert await store.put(info_of(3, after=2, index=2), block_of(3)) is STORED
+        await store.flush(FLUSH_S)
+        assert on_disk(store, 1, 2, 3) == [True] * 3
+        assert store.stats().disk_writing
+
+
+async def test_whoever_puts_a_block_again_does_not_make_it_his(tmp_path: Path) -> None:
+    async with opened(tmp_path, make_disk=DeafDisk, clock=ManualClock(0.0)) as store:
+        assert isinstance(store._disk, DeafDisk)
+        await put(store, 1, tenant="a", ttl_s=60.0)
+        await put(store, 1, tenant="b", ttl_s=1.0)
+        assert [(held.info.tenant, held.info.ttl_s) for held in store.list()] == [("a", 60.0)]
+
+
 class DeafDisk(DiskTier):
     """Refuses every transaction while `deaf`."""
 

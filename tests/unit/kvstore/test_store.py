@@ -319,4 +319,4 @@ async def test_a_get_that_is_left_early_leaves_no_read_behind(tmp_path: Path) ->
         await anext(found)
         await found.aclose()
         await asyncio.sleep(0)
-        assert store._readers._work_queue.empty()
+        assert store._reader.threads._work_queue.empty()
