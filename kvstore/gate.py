@@ -32,6 +32,7 @@ class Gate:
         with self._changed:
             self._changed.wait_for(lambda: not self._closed)
             self._closed = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_inside == 0)
         try:
             yield

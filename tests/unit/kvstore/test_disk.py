@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.errors import ConfigError, CorruptBlockError
 from kvstore.block import StoredBlock
-from kvstore.disk import MIN_DISK_BYTES, Changes, DiskFullError, DiskTier
+from kvstore.disk import MIN_DISK_BYTES, Changes, DiskFailedError, DiskFullError, DiskTier
 from kvstore.entry import Entry
 from tests.support.store_blocks import SLAB_BYTES, block_of, info_of, key_of
 
@@ -227,6 +227,25 @@ def test_a_full_map_is_told_and_recovered_from(tmp_path: Path) -> None:
     assert tier.read(key_of(1001)) == large(1001)[1]
     assert (tmp_path / "data.mdb").stat().st_size <= MIN_DISK_BYTES
     tier.close()
+
+
+class PanickedEnvironment:
+    """Refuses everything, as LMDB does when it could not write its head, until it is opened anew."""
+
+    def __init__(self, env: lmdb.Environment) -> None:
+        self.close = env.close
+
+    def begin(self, **options: object) -> lmdb.Transaction:
+        raise lmdb.PanicError("Update of meta page failed or environment had fatal error")
+
+
+def test_an_environment_that_gave_up_is_opened_anew(tier: DiskTier) -> None:
+    write(tier, 1)
+    tier._env = PanickedEnvironment(tier._env)
+    with pytest.raises(DiskFailedError, match="could not finish a transaction"):
+        write(tier, 2)
+    write(tier, 3)
+    assert [tier.read(key_of(n)) for n in (1, 2, 3)] == [block_of(1), None, block_of(3)]
 
 
 def test_dead_readers_are_cleared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.types import Tier
 from kvstore import record
 from kvstore.block import StoredBlock, namespace_key
-from kvstore.disk import MIN_DISK_BYTES, Changes, DiskFullError, DiskTier
+from kvstore.disk import MIN_DISK_BYTES, Changes, DiskDamagedError, DiskFullError, DiskTier
 from kvstore.store import PutOutcome, Store
 from tests.support.manual_clock import ManualClock
 from tests.support.open_store import FLUSH_S, get, opened, put
@@ -216,6 +216,35 @@ async def test_a_disk_that_stays_full_is_read_but_not_written_until_a_later_tria
         await put(store, 103)
         assert store.match([key_of(102), key_of(103)]) == [Tier.DISK, Tier.MEMORY]
         assert store.stats().write_failures == 2
+
+
+class DamagedDisk(DiskTier):
+    """Finds its own pages damaged by the next write of a block."""
+
+    damaged = False
+
+    def write(self, changes: Changes) -> None:
+        if self.damaged and changes.blocks:
+            self.damaged = False
+            raise DiskDamagedError("Located page was wrong type")
+        super().write(changes)
+
+
+async def test_a_damaged_file_is_started_over_and_what_is_in_memory_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path, memory_blocks=10, make_disk=DamagedDisk) as store:
+        await put(store, *range(50))
+        assert isinstance(store._disk, DamagedDisk)
+        store._disk.damaged = True
+        await put(store, 100)
+        stats = store.stats()
+        assert (stats.disk.num_blocks, stats.memory.num_blocks, stats.wipes) == (0, 10, 1)
+        assert "starts empty" in caplog.text
+        assert await get(store, 49, 100) == [Tier.MEMORY] * 2
+        assert await put(store, 0, 100) == [STORED, PRESENT]
+        assert store.stats().disk.num_blocks == 2
+        assert store.stats().disk_writing
 
 
 class SlowDisk(DiskTier):
