@@ -7,6 +7,7 @@ import pytest
 from kvrelay.types import Tier
 from kvstore.disk import Changes, DiskFailedError, DiskTier
 from kvstore.entry import Entry
+from kvstore.pending import PendingBlock
 from kvstore.placement import WritePolicy
 from kvstore.quotas import Quotas
 from kvstore.store import PutOutcome, Store
@@ -137,7 +138,7 @@ async def test_the_disk_takes_no_block_without_its_parent_and_a_start_drops_thos
     async with opened(tmp_path) as store:
         assert store._writer is not None
         assert store._disk is not None
-        await store._writer.add(orphan, block_of(2))
+        await store._writer.add(PendingBlock(orphan, block_of(2), 0.0, 0.0))
         await store.flush(FLUSH_S)
         assert on_disk(store, 2) == [False]
         assert store.stats().refused == 1
