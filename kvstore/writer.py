@@ -227,8 +227,8 @@ class DiskWriter:
             self.on_gone(keys)
 
     def _owes(self) -> bool:
-        """Whether a transaction is due for the sake of deletes or entries."""
-        return bool(self._doomed) or self._entries_due()
+        """Whether a transaction is due for the sake of deletes or entries, or to have the file open for reads."""
+        return bool(self._doomed) or self._entries_due() or not self._disk.is_open
 
     def _may_try(self) -> bool:
         return not self._circuit.is_open or self._circuit.allows(self._now())
@@ -287,9 +287,14 @@ class DiskWriter:
     async def _start_over(self, error: DiskDamagedError) -> None:
         """A damaged file would refuse for ever; what it holds can be computed again. The batch goes with it."""
         gone = self.books.clear()
-        await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
-        self._doomed.clear()
         self.on_gone(gone)
+        try:
+            await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
+        except DiskFailedError as failure:
+            self._doomed += gone  # where the old file is still there
+            self._fail([], failure)
+        else:
+            self._doomed.clear()
 
     def _succeed(self) -> None:
         if self._circuit.is_open:

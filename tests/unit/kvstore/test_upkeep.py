@@ -5,11 +5,12 @@ import hashlib
 import threading
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvrelay.errors import UnavailableError
 from kvrelay.types import Tier
-from kvstore import record
+from kvstore import disk, record
 from kvstore.block import BlockInfo, namespace_key
 from kvstore.disk import Changes, DiskFailedError, DiskTier
 from kvstore.listing import HeldBlock, Progress
@@ -347,6 +348,38 @@ async def test_compaction_says_what_it_lacks(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="the device has no room for a second file of"):
             await anext(store.compact())
         await asyncio.wait_for(put(store, 1), FLUSH_S)
+
+
+async def test_a_file_that_cannot_be_opened_again_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fills up meanwhile has no room for LMDB's lock file, say. Nobody may put: all is held already."""
+    clock = ManualClock(0.0)
+    async with opened(tmp_path, memory_blocks=0, clock=clock) as store:
+        await put(store, *range(20))
+        open_file, may_open = disk.open_file, False
+
+        def open_if_it_may(path: Path, disk_bytes: int, *, disposable: bool) -> lmdb.Environment:
+            if not may_open:
+                raise lmdb.DiskError("no space left")
+            return open_file(path, disk_bytes, disposable=disposable)
+
+        monkeypatch.setattr(disk, "open_file", open_if_it_may)
+        with pytest.raises(UnavailableError, match="cannot open its file again"):
+            async for _ in store.compact():
+                pass
+        assert await get(store, 7) == []
+        store._upkeep.tick()
+        async with asyncio.timeout(FLUSH_S):
+            while store.counts().disk_writing:
+                await asyncio.sleep(0.01)
+        may_open = True
+        clock.now += 60.0
+        store._upkeep.tick()
+        async with asyncio.timeout(FLUSH_S):
+            while not store.counts().disk_writing:
+                await asyncio.sleep(0.01)
+        assert await get(store, *range(20)) == [DISK] * 20
 
 
 async def test_what_a_dead_process_left_of_a_compaction_is_removed(tmp_path: Path) -> None:
