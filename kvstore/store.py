@@ -154,6 +154,7 @@ class Store:
                 if found is None:
                     self._num_misses += 1
                     return
+                ahead.skip(key)
                 self._hits[found[1]] += 1
                 num_served += 1
                 yield found
