@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvstore import record
 from kvstore.block import BlockInfo, StoredBlock
+from kvstore.chains import Chains
 from kvstore.deadlines import Deadlines
 
 
@@ -37,6 +38,7 @@ class Pending:
         self._blocks: dict[bytes, PendingBlock] = {}
         self._queue: deque[PendingBlock] = deque()  # those of _blocks, and cancelled ones, that no transaction has
         self._expiries = Deadlines(lambda key: self._blocks[key].due_at)
+        self._chains = Chains()
 
     def __contains__(self, key: object) -> bool:
         return key in self._blocks
@@ -64,6 +66,7 @@ class Pending:
         self._blocks[pending.info.key] = pending
         self.num_bytes += pending.block.num_bytes
         self._queue.append(pending)
+        self._chains.link(pending.info.key, pending.info.parent)
         self._set_expiry(pending)
 
     def hit(self, keys: Iterable[bytes], now: float) -> None:
@@ -107,7 +110,17 @@ class Pending:
         pending = self._blocks.pop(key, None)
         if pending is not None:
             self.num_bytes -= pending.block.num_bytes
+            self._chains.unlink(key, pending.info.parent)
             self._expiries.discard(key)
+
+    def drop(self, key: bytes) -> dict[bytes, int]:
+        """Forgets the block and what follows it here, be it here itself or not; their slab bytes."""
+        dropped: dict[bytes, int] = {}
+        for one in self._chains.deepest_first(key):
+            if one in self._blocks:
+                dropped[one] = self._blocks[one].block.num_bytes
+                self.cancel(one)
+        return dropped
 
     def _set_expiry(self, pending: PendingBlock) -> None:
         if pending.due_at is not None:

@@ -120,11 +120,8 @@ class DiskWriter:
         for key in keys:
             dropped |= self.books.drop(key)
         for key in [*keys, *dropped]:
-            pending = self.pending.get(key)
-            if pending is not None:
-                dropped[key] = pending.block.num_bytes
-                self.pending.cancel(key)
-        self._waiting = {block for block in self._waiting if block.info.key not in keys}
+            dropped |= self.pending.drop(key)
+        self._waiting = {block for block in self._waiting if {block.info.key, block.info.parent}.isdisjoint(keys)}
         self._doomed += dropped
         self._work.set()
         return dropped

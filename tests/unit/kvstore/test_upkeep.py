@@ -168,6 +168,22 @@ async def test_a_block_that_is_deleted_as_its_transaction_begins_does_not_come_b
         assert store.stats().disk.num_blocks == 0
 
 
+@pytest.mark.parametrize("memory_blocks", [2, 0])
+async def test_what_follows_is_deleted_on_its_way_to_disk_too(tmp_path: Path, memory_blocks: int) -> None:
+    """The first is on disk, the others are pending; memory has the last two, or none."""
+    async with opened(tmp_path, memory_blocks=memory_blocks) as store:
+        await put_chain(store, 1)
+        assert store._writer is not None
+        async with store._writer.paused():
+            await put_chain(store, 1, 2, 3, 4, flush=False)
+            deleting = asyncio.create_task(store.delete(Selector(block_hash=hash_of(1))))
+            await asyncio.sleep(0)
+            assert where(store, 1, 2, 3, 4) == [NONE] * 4
+        assert await deleting == (4, 4 * SLAB_BYTES)
+        await store.flush(FLUSH_S)
+        assert on_disk(store) == set()
+
+
 async def test_what_follows_is_deleted_through_all_tiers_whosever_it_is(tmp_path: Path) -> None:
     """1 is in both tiers, 2 on disk alone, and 3, which the disk refused, in memory alone."""
     async with opened(tmp_path) as store:
