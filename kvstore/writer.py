@@ -130,7 +130,9 @@ class DiskWriter:
         """Drops what has outlived its time."""
         expired = self.books.expire()
         self._doom(expired)
-        return [*expired, *self.pending.expire(self._now(), self.books.index)]
+        waited = self.pending.expire(self._now(), self.books.index)
+        self.on_gone(waited)
+        return [*expired, *waited]
 
     def hit(self, keys: Collection[bytes]) -> None:
         """A chain's blocks, from its root, were used."""
@@ -257,7 +259,9 @@ class DiskWriter:
             self._fail(fitting or batch, error)
         else:
             self._succeed()
+        lost = [one.info.key for one in batch if self.pending.holds(one) and one.info.key not in self.books.index]
         self.pending.done(batch)
+        self.on_gone(lost)
         self._is_behind = False
         self._progress.set()
 

@@ -164,6 +164,21 @@ async def test_what_follows_a_block_that_leaves_the_disk_leaves_memory_where_it_
         store._memory.check()
 
 
+async def test_what_follows_a_block_that_the_disk_refuses_in_its_turn_leaves_memory_too(tmp_path: Path) -> None:
+    """The first waits for the disk alone, memory has the second one, and a pin leaves no room for either on disk."""
+    async with opened(tmp_path, memory_blocks=3, disk_quotas=Quotas(8_192)) as store:
+        await put(store, 5)
+        store.pin([key_of(5)], 1e9)
+        assert store._writer is not None
+        async with store._writer.paused():
+            await put(store, 1, 8, 9, flush=False)
+            assert await store.put(info_of(2, after=1, index=1), block_of(2)) is STORED
+            assert [key_of(number) in store._memory for number in (1, 2)] == [False, True]
+            assert where(store, 1, 2) == [MEMORY, MEMORY]
+        await store.flush(FLUSH_S)
+        assert where(store, 1, 2, 9) == [NONE, NONE, MEMORY]
+
+
 async def test_quotas_hold_on_both_tiers_and_cost_the_tenant_its_own(tmp_path: Path) -> None:
     memory_quotas, disk_quotas = Quotas(0, {"a": 2 * SLAB_BYTES}), Quotas(0, {"a": 3 * 8_192})
     async with opened(tmp_path, memory_quotas=memory_quotas, disk_quotas=disk_quotas) as store:
