@@ -34,7 +34,7 @@ def _check(options: argparse.Namespace) -> None:
         options.tenant or options.model or options.prefix or options.older_than is not None
     ):
         raise InvalidRequestError("say which blocks: --tenant, --model, --prefix or --older-than, or several of them")
-    if options.command == "ls" and options.limit < 0:
+    if options.command == "ls" and (options.limit or 0) < 0:
         raise InvalidRequestError(f"--limit is {options.limit}; allowed is 0 (all) or more")
     if options.command == "pin" and options.duration > MAX_PIN_S:
         raise InvalidRequestError(f"--for is {show_duration(options.duration)}; allowed is a week at most")
@@ -82,7 +82,9 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", default="", metavar="NAME", help="only this tenant's blocks")
     _add_model(parser, "only blocks of this model")
     parser.add_argument("--blocks", action="store_true", help="a line for each block")
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="lines at most; 0: all; default 50")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="lines at most of each store; 0: all; default 50, with --json all"
+    )
 
 
 def _add_evict(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from kvrelay.types import Tier
 
 _TIERS = (("memory", Tier.MEMORY), ("disk", Tier.DISK))
 _SHOWN_CHARS = 16  # of a hash
+DEFAULT_LIMIT = 50  # lines for people
 
 
 async def show_stats(options: argparse.Namespace) -> None:
@@ -40,9 +41,11 @@ async def show_blocks(options: argparse.Namespace) -> None:
     def show(found: Mapping[str, list[BlockReport]]) -> None:
         for address, blocks in found.items():
             if options.json:
-                write("".join(json.dumps({"store": address, **describe(block)}) + "\n" for block in blocks))
+                shown = blocks[: options.limit or None]
+                write("".join(json.dumps({"store": address, **describe(block)}) + "\n" for block in shown))
             else:
-                write(f"{blocks_table(address, blocks, options.limit, each=options.blocks)}\n")
+                limit = DEFAULT_LIMIT if options.limit is None else options.limit
+                write(f"{blocks_table(address, blocks, limit, each=options.blocks)}\n")
 
     await ask_each(await store_addresses(options), held, show)
 

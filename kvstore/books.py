@@ -10,7 +10,7 @@ from kvstore.clock import StoreClock
 from kvstore.disk import Scan
 from kvstore.entry import Entry
 from kvstore.index import TierIndex
-from kvstore.pending import disk_bytes
+from kvstore.pending import PendingBlock, disk_bytes
 from kvstore.quotas import NO_BOUND, Quotas
 
 NOBODY = ""  # for whom room is made when the disk itself is short of it; no tenant has this name
@@ -45,20 +45,21 @@ class DiskBooks:
             gone += self.drop(key)
         return [*gone, *self.expire()]
 
-    def reserve(self, info: BlockInfo, slab_bytes: int, pinned_until: float) -> dict[bytes, int] | None:
+    def reserve(self, pending: PendingBlock) -> dict[bytes, int] | None:
         """Makes room for a block and enters it; None where quota or pins leave none, its parent is not here, or
         its place in its chain cannot be."""
+        info = pending.info
         if self._is_orphan(info) or not self.index.accepts(info):
             return None
-        now, num_bytes = self._now(), disk_bytes(slab_bytes)
-        evicted = self.index.make_room(num_bytes, info.tenant, now, (info.parent,))
+        now = self._now()
+        evicted = self.index.make_room(pending.disk_bytes, info.tenant, now, (info.parent,))
         if evicted is None:
             return None
         gone = self._forget(evicted)
-        self.index.add(info, num_bytes, now)
-        self._slab_bytes[info.key] = slab_bytes
-        if pinned_until > now:
-            self.index.pin([info.key], pinned_until)
+        self.index.add(info, pending.disk_bytes, pending.last_used)
+        self._slab_bytes[info.key] = pending.block.num_bytes
+        if pending.pinned_until > now:
+            self.index.pin([info.key], pending.pinned_until)
         return gone
 
     def give_way(self, num_bytes: int) -> dict[bytes, int]:

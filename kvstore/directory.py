@@ -88,8 +88,10 @@ class StoreDirectory:
         self.sync()
 
     def data_bytes(self) -> int:
-        data = self.path / DATA_FILES[0]
-        return data.stat().st_size if data.exists() else 0
+        try:
+            return (self.path / DATA_FILES[0]).stat().st_size
+        except FileNotFoundError:  # not yet, or between a wipe and what comes after it
+            return 0
 
     def close(self, *, clean: bool) -> None:
         """Gives the directory up. `clean`: the environment was synced and closed."""

@@ -83,6 +83,7 @@ class DiskTier:
         self.capacity_bytes = int(self.disk_bytes * FILL)
         self.disposable = disposable
         self.directory = StoreDirectory(path, boot_id, disposable=disposable)
+        self.is_open = True  # False after a failure to open the file again, until the next write has
         self._gate = Gate()  # reads are inside; who opens the file anew is alone
         try:
             self.directory.open_state()
@@ -133,6 +134,7 @@ class DiskTier:
 
     def write(self, changes: Changes) -> None:
         """Raises DiskFullError, DiskFailedError."""
+        self._ensure_open()
         try:
             with self._env.begin(write=True) as txn:
                 for key in changes.deletes:
@@ -199,6 +201,7 @@ class DiskTier:
 
     def check_readers(self) -> None:
         """Clears the slots of readers that were killed, whose snapshots keep pages from being used again."""
+        self._ensure_open()
         try:
             num_cleared = self._env.reader_check()
         except lmdb.Error as error:
@@ -213,6 +216,7 @@ class DiskTier:
         """
         with self._gate.alone():
             self._env.close()
+            self.is_open = False
             try:
                 if wipe:
                     self.directory.wipe(wipe)
@@ -220,8 +224,13 @@ class DiskTier:
                     self.directory.replace_data(replacement)
                 self._env = open_file(self.directory.path, self.disk_bytes, disposable=self.disposable)
                 self._entries = self._env.open_db(ENTRIES)
+                self.is_open = True
             except (lmdb.Error, OSError) as error:
                 raise DiskFailedError(f"LMDB cannot open its file again: {error}") from error
+
+    def _ensure_open(self) -> None:
+        if not self.is_open:
+            self.reopen()
 
     def close(self) -> None:
         """Syncs, so that the blocks survive the machine too, and gives the directory up."""

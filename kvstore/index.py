@@ -129,7 +129,7 @@ class TierIndex:
         precedes = all(follower.chain_index > info.chain_index for follower in followers)
         return info.parent != info.key and follows and precedes
 
-    def add(self, info: BlockInfo, num_bytes: int, now: float) -> None:
+    def add(self, info: BlockInfo, num_bytes: int, used_at: float) -> None:
         """Takes the place of what is here under the same key.
 
         Raises ValueError if room was not made, or if it is not accepted.
@@ -144,9 +144,9 @@ class TierIndex:
                 self._reinstate([known])
             raise ValueError(f"{num_bytes} bytes do not fit: {self.used_bytes} of {self.capacity_bytes} are used")
         if known is None:
-            self._remember(info, num_bytes, now)
+            self._remember(info, num_bytes, used_at)
         else:
-            self._remember(info, num_bytes, now, known.hits, known.pinned_until)
+            self._remember(info, num_bytes, used_at, known.hits, known.pinned_until)
 
     def restore(self, info: BlockInfo, num_bytes: int, last_used: float, hits: int) -> bool:
         """At start, a block of an earlier process, the least recently used first; False if it cannot be taken."""

@@ -27,6 +27,8 @@ class Lifetimes:
             tenant, separator, duration = text.rpartition("=")
             if not separator or not tenant:
                 raise ConfigError(f"lifetime {text!r} is not NAME=TIME, such as alice=5m")
+            if tenant in by_tenant:
+                raise ConfigError(f"tenant {tenant!r} has two lifetimes")
             by_tenant[tenant] = parse_lifetime(duration)
         return cls(parse_lifetime(default), MappingProxyType(by_tenant))
 

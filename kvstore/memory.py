@@ -14,13 +14,14 @@ from kvstore.quotas import Quotas
 SLACK_BYTES = 96 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Resident:
     """A block that is here. `block` looks into the arena; who keeps it keeps its slot, evicted or not."""
 
     info: BlockInfo
     block: StoredBlock
     offset: int
+    last_used: float  # as the index has it; kept here for who is told of an eviction
 
 
 class MemoryTier:
@@ -60,6 +61,14 @@ class MemoryTier:
         self.num_refused += 1
         return False
 
+    def hit(self, keys: Collection[bytes], now: float) -> None:
+        """A chain's blocks were used; those that are not here are passed over."""
+        self.index.hit(keys, now)
+        for key in keys:
+            resident = self._residents.get(key)
+            if resident is not None:
+                resident.last_used = now
+
     def discard(self, key: bytes) -> dict[bytes, int]:
         """Drops the block and what follows it here; their slab bytes."""
         dropped = {gone: self._residents[gone].block.num_bytes for gone in self.index.discard(key)}
@@ -83,7 +92,7 @@ class MemoryTier:
         slot.view[:] = block.payload
         kept = StoredBlock(slot.view.toreadonly(), block.checksum)
         self.index.add(info, block.num_bytes, now)
-        self._residents[info.key] = Resident(info, kept, slot.offset)
+        self._residents[info.key] = Resident(info, kept, slot.offset, now)
         self._keys[slot.offset] = info.key
 
     def _take_by_force(self, num_bytes: int, keep: Collection[bytes], now: float) -> Slot | None:

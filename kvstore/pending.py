@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvstore import record
 from kvstore.block import BlockInfo, StoredBlock
+from kvstore.chains import Chains
+from kvstore.deadlines import Deadlines
 
 
 @dataclass(slots=True, eq=False)
 class PendingBlock:
     info: BlockInfo
     block: StoredBlock
-    pinned_until: float  # 0: not pinned; may change while it waits
+    last_used: float  # may change while it waits, as may
+    pinned_until: float  # 0: not pinned
+
+    @property
+    def due_at(self) -> float | None:
+        """When its time is over, or its pin if that ends later; None: never."""
+        return max(self.last_used + self.info.ttl_s, self.pinned_until) if self.info.ttl_s else None
 
     @property
     def disk_bytes(self) -> int:
@@ -29,6 +37,8 @@ class Pending:
         self.num_bytes = 0  # of their slabs
         self._blocks: dict[bytes, PendingBlock] = {}
         self._queue: deque[PendingBlock] = deque()  # those of _blocks, and cancelled ones, that no transaction has
+        self._expiries = Deadlines(lambda key: self._blocks[key].due_at)
+        self._chains = Chains()
 
     def __contains__(self, key: object) -> bool:
         return key in self._blocks
@@ -56,6 +66,28 @@ class Pending:
         self._blocks[pending.info.key] = pending
         self.num_bytes += pending.block.num_bytes
         self._queue.append(pending)
+        self._chains.link(pending.info.key, pending.info.parent)
+        self._set_expiry(pending)
+
+    def hit(self, keys: Iterable[bytes], now: float) -> None:
+        for key in keys:
+            pending = self._blocks.get(key)
+            if pending is not None:
+                pending.last_used = now
+
+    def pin(self, keys: Iterable[bytes], until: float) -> None:
+        for key in keys:
+            pending = self._blocks.get(key)
+            if pending is not None:
+                pending.pinned_until = until
+                self._set_expiry(pending)  # to unpin moves it earlier
+
+    def expire(self, now: float, written: Container[bytes]) -> list[bytes]:
+        """Forgets the blocks whose time is over while they wait; those being `written` are the books' affair."""
+        expired = [key for key in self._expiries.pop_due(now) if key not in written]
+        for key in expired:
+            self.cancel(key)
+        return expired
 
     def take(self, max_bytes: int) -> list[PendingBlock]:
         """The next ones, of that many bytes of the file or the first alone; they stay here until `done`."""
@@ -78,6 +110,21 @@ class Pending:
         pending = self._blocks.pop(key, None)
         if pending is not None:
             self.num_bytes -= pending.block.num_bytes
+            self._chains.unlink(key, pending.info.parent)
+            self._expiries.discard(key)
+
+    def drop(self, key: bytes) -> dict[bytes, int]:
+        """Forgets the block and what follows it here, be it here itself or not; their slab bytes."""
+        dropped: dict[bytes, int] = {}
+        for one in self._chains.deepest_first(key):
+            if one in self._blocks:
+                dropped[one] = self._blocks[one].block.num_bytes
+                self.cancel(one)
+        return dropped
+
+    def _set_expiry(self, pending: PendingBlock) -> None:
+        if pending.due_at is not None:
+            self._expiries.set(pending.info.key, pending.due_at)
 
 
 def disk_bytes(slab_bytes: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from kvstore.block import BlockInfo, StoredBlock
 from kvstore.memory import MemoryTier, Resident
+from kvstore.pending import PendingBlock
 from kvstore.reuse import Reuse
 from kvstore.writer import DiskWriter
 
@@ -36,7 +38,7 @@ class Placement:
         if policy is WritePolicy.BACK:
             memory.on_evicted = self._on_evicted
 
-    async def put(self, info: BlockInfo, block: StoredBlock) -> bool:
+    async def put(self, info: BlockInfo, block: StoredBlock, now: float) -> bool:
         """After the memory tier had its chance; whether the block is on its way to disk now, or is there."""
         if info.key in self._writer:
             return True
@@ -49,11 +51,14 @@ class Placement:
         if not self._is_worth(info):
             return False
         for before in self._unwritten(info):
-            if not await self._add(before.info, before.block):
-                return False
+            if self._memory.get(before.info.key) is not before or not await self._add(self._pending(before)):
+                return False  # deleted while another one waited for the disk, or not taken by it
+        if self._memory.get(info.key) is not resident:
+            return False
         # What waits for the disk alone is a copy: a view would keep the whole message that it came in.
-        kept = StoredBlock(bytes(block.payload), block.checksum) if resident is None else resident.block
-        return await self._add(info, kept)
+        if resident is not None:
+            return await self._add(self._pending(resident))
+        return await self._add(PendingBlock(info, StoredBlock(bytes(block.payload), block.checksum), now, 0.0))
 
     def served(self, keys: Iterable[bytes]) -> None:
         """Blocks were used, and their hits counted."""
@@ -72,12 +77,12 @@ class Placement:
         for key in sorted(self._memory.index, key=lambda key: self._memory.index.info(key).chain_index):
             resident = self._memory.get(key)
             if resident is not None and key not in self._writer and self._is_worth(resident.info):
-                await self._add(resident.info, resident.block)
+                await self._add(self._pending(resident))
 
-    async def _add(self, info: BlockInfo, block: StoredBlock) -> bool:
-        added = await self._writer.add(info, block, self._pinned_until(info.key))
+    async def _add(self, pending: PendingBlock) -> bool:
+        added = await self._writer.add(pending)
         if added:
-            self._reuse.stored(info.chain_index)
+            self._reuse.stored(pending.info.chain_index)
         return added
 
     def _write_if_served_enough(self, key: bytes) -> None:
@@ -99,7 +104,7 @@ class Placement:
 
     def _offer(self, residents: Iterable[Resident]) -> None:
         for one in residents:
-            if not self._writer.offer(one.info, one.block, self._pinned_until(one.info.key)):
+            if not self._writer.offer(self._pending(one)):
                 return
             self._reuse.stored(one.info.chain_index)
 
@@ -117,6 +122,9 @@ class Placement:
             yield before
             info = before.info
 
+    def _pending(self, one: Resident) -> PendingBlock:
+        return PendingBlock(one.info, one.block, one.last_used, self._pinned_until(one.info.key))
+
     def _pinned_until(self, key: bytes) -> float:
         index = self._memory.index
         return index.pinned_until(key) if key in index else 0.0
@@ -124,4 +132,4 @@ class Placement:
 
 def _copy(resident: Resident) -> Resident:
     block = StoredBlock(bytes(resident.block.payload), resident.block.checksum)
-    return Resident(resident.info, block, resident.offset)
+    return dataclasses.replace(resident, block=block)

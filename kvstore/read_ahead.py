@@ -42,11 +42,13 @@ class ReadAhead:
 
     async def take(self, key: bytes) -> Outcome:
         """What a job found. Raises KeyError if none reads this block."""
-        job, place = self._jobs.pop(key)
-        self._num_left[job] -= 1
-        if not self._num_left[job]:
-            del self._num_left[job]
+        job, place = self._pop(key)
         return (await job)[place]
+
+    def skip(self, key: bytes) -> None:
+        """The block was found elsewhere: another Get brought it to memory meanwhile."""
+        if key in self._jobs:
+            self._pop(key)
 
     def reads(self, key: bytes) -> bool:
         return key in self._jobs
@@ -55,6 +57,13 @@ class ReadAhead:
         """Gives up what has not begun."""
         for job in self._num_left:
             job.cancel()
+
+    def _pop(self, key: bytes) -> tuple[Job, int]:
+        job, place = self._jobs.pop(key)
+        self._num_left[job] -= 1
+        if not self._num_left[job]:
+            del self._num_left[job]
+        return job, place
 
     def _next_group(self) -> list[bytes]:
         """Neighbours that are on disk; passes over one block at least."""

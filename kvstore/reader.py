@@ -57,6 +57,7 @@ class Reader:
                 if found is None:
                     self.num_misses += 1
                     return
+                ahead.skip(key)
                 self.hits[found[1]] += 1
                 yield found
                 del found  # the slot is free once whoever took it is done

@@ -149,7 +149,7 @@ class Store:
         self._upkeep.namespaces.used(info.key, self._now())
         kept = present or self._memory.add(info, block, self._now())
         if self._placement is not None:
-            kept = await self._placement.put(info, block) or kept
+            kept = await self._placement.put(info, block, self._now()) or kept
         if not kept:
             return PutOutcome.REFUSED
         return PutOutcome.PRESENT if present else PutOutcome.STORED
@@ -248,8 +248,8 @@ class Store:
         """A chain's blocks, from its root, were of use."""
         if not keys:
             return
-        self._memory.index.hit(keys, self._now())
+        self._memory.hit(keys, self._now())
         self._upkeep.namespaces.used(keys[0], self._now())
         if self._writer is not None and self._placement is not None:
-            self._writer.books.hit(keys)
+            self._writer.hit(keys)
             self._placement.served(keys)

@@ -70,7 +70,11 @@ class Upkeep:
         """About once a second."""
         self.expire()
         for namespace in self.namespaces.pop_old(self._now()):
-            keys = self._drop(self._selected(Selector(namespace=namespace)))
+            selected = self._selected(Selector(namespace=namespace))
+            if any(self._pinned_until(key) > self._now() for key in selected):
+                self.namespaces.used(namespace, self._now())  # somebody wants it; its time begins anew
+                continue
+            keys = self._drop(selected)
             self.num_expired += len(keys)
             if keys:
                 logger.info("kvstore dropped %d blocks of a model or layout that nobody uses any more", len(keys))

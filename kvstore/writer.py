@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvrelay.kv.circuit import Circuit
-from kvstore.block import BlockInfo, StoredBlock
 from kvstore.books import DiskBooks
 from kvstore.clock import Clocks, StoreClock
 from kvstore.disk import Changes, DiskDamagedError, DiskFailedError, DiskFullError, DiskTier
-from kvstore.pending import Pending, PendingBlock, disk_bytes
+from kvstore.pending import Pending, PendingBlock
 from kvstore.quotas import Quotas
 
 MAX_BATCH_BYTES = 16 << 20  # a transaction; larger ones are no faster and hold more memory
@@ -58,6 +57,8 @@ class DiskWriter:
         self._thread = ThreadPoolExecutor(1, "kvstore-writer")
         self._task: asyncio.Task[None] | None = None
         self._doomed: list[bytes] = []  # to be deleted by the next transaction
+        self._waiting: set[PendingBlock] = set()  # for room among the pending
+        self._is_behind = False  # somebody waited for room in vain, and nothing was written since
         self._turn = asyncio.Lock()  # of whoever has the file to himself: a batch, or a compaction
         self._work = asyncio.Event()
         self._progress = asyncio.Event()  # set after each transaction
@@ -81,30 +82,36 @@ class DiskWriter:
         self._doom(self.books.restore(scan, self._clock))
         self._task = asyncio.create_task(self._run(), name="kvstore-writer")
 
-    async def add(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
-        """Takes a block to be written soon; False, counted, if it will not be.
+    async def add(self, block: PendingBlock) -> bool:
+        """Takes a block to be written soon; False if it will not be, which is counted unless it was deleted meanwhile.
 
-        While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed.
+        While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed. Where one
+        has waited in vain, nobody waits any more until something was written: a Put of many blocks would take longer
+        than its sender waits for the store.
         """
-        if not self._fits(info, block):
+        if not self._fits(block):
             self.num_refused += 1
             return False
-        if not self._accepts() or not await self._wait_for_room():
-            self.num_failures += 1
-            return False
-        return self._push(info, block, pinned_until)
+        self._waiting.add(block)
+        try:
+            if not self._accepts() or not await self._wait_for_room():
+                self.num_failures += 1
+                return False
+            return block in self._waiting and self._push(block)
+        finally:
+            self._waiting.discard(block)
 
-    def offer(self, info: BlockInfo, block: StoredBlock, pinned_until: float = 0.0) -> bool:
+    def offer(self, block: PendingBlock) -> bool:
         """As `add`, but never waits: what leaves memory cannot."""
-        if not self._fits(info, block):
+        if not self._fits(block):
             self.num_refused += 1
             return False
-        if not self._accepts() or self.pending.num_bytes >= MAX_PENDING_BYTES:
+        if not self._accepts() or not self._has_room():
             self.num_failures += 1
             return False
-        return self._push(info, block, pinned_until)
+        return self._push(block)
 
-    def drop(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+    def drop(self, keys: Collection[bytes]) -> dict[bytes, int]:
         """Forgets blocks and what follows them, written or pending, and deletes them soon; slab bytes of all.
 
         `on_gone` is not told: whoever drops knows.
@@ -113,10 +120,8 @@ class DiskWriter:
         for key in keys:
             dropped |= self.books.drop(key)
         for key in [*keys, *dropped]:
-            pending = self.pending.get(key)
-            if pending is not None:
-                dropped[key] = pending.block.num_bytes
-                self.pending.cancel(key)
+            dropped |= self.pending.drop(key)
+        self._waiting = {block for block in self._waiting if {block.info.key, block.info.parent}.isdisjoint(keys)}
         self._doomed += dropped
         self._work.set()
         return dropped
@@ -125,16 +130,22 @@ class DiskWriter:
         """Drops what has outlived its time."""
         expired = self.books.expire()
         self._doom(expired)
-        return expired
+        waited = self.pending.expire(self._now(), self.books.index)
+        self.on_gone(waited)
+        return [*expired, *waited]
 
-    def pin(self, keys: Iterable[bytes], until: float) -> None:
+    def hit(self, keys: Collection[bytes]) -> None:
+        """A chain's blocks, from its root, were used."""
+        self.books.hit(keys)
+        self.pending.hit(keys, self._now())
+
+    def pin(self, keys: Collection[bytes], until: float) -> None:
         """Keeps those that are here, and what they follow; until 0 no more."""
-        keys = list(keys)
         self.books.pin(keys, until)
-        for key in keys:
-            pending = self.pending.get(key)
-            if pending is not None:
-                pending.pinned_until = until
+        self.pending.pin(keys, until)
+        for block in self._waiting:
+            if block.info.key in keys:
+                block.pinned_until = until
 
     def tick(self) -> None:
         """To be called about once a second: what is due although nobody puts."""
@@ -175,26 +186,32 @@ class DiskWriter:
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def _fits(self, info: BlockInfo, block: StoredBlock) -> bool:
+    def _fits(self, block: PendingBlock) -> bool:
         """Whether room could ever be made; pins may still be in the way when its turn comes."""
-        index, num_bytes = self.books.index, disk_bytes(block.num_bytes)
-        return num_bytes <= min(index.capacity_bytes, index.quotas.of(info.tenant) or index.capacity_bytes)
+        index = self.books.index
+        return block.disk_bytes <= min(index.capacity_bytes, index.quotas.of(block.info.tenant) or index.capacity_bytes)
 
     def _accepts(self) -> bool:
         return self._running() and self._circuit.allows(self._now())
 
-    def _push(self, info: BlockInfo, block: StoredBlock, pinned_until: float) -> bool:
-        if info.key not in self:
-            self.pending.push(PendingBlock(info, block, pinned_until))
+    def _push(self, block: PendingBlock) -> bool:
+        if block.info.key not in self:
+            self.pending.push(block)
             self._work.set()
         return True
 
+    def _has_room(self) -> bool:
+        return self.pending.num_bytes < MAX_PENDING_BYTES
+
     async def _wait_for_room(self) -> bool:
+        if self._is_behind:
+            return self._has_room()
         try:
             async with asyncio.timeout(ROOM_WAIT_S):
-                while self.pending.num_bytes >= MAX_PENDING_BYTES:
+                while not self._has_room():
                     await self._wait_for_progress()
         except TimeoutError:
+            self._is_behind = True
             return False
         return True
 
@@ -209,8 +226,8 @@ class DiskWriter:
             self.on_gone(keys)
 
     def _owes(self) -> bool:
-        """Whether a transaction is due for the sake of deletes or entries."""
-        return bool(self._doomed) or self._entries_due()
+        """Whether a transaction is due for the sake of deletes or entries, or to have the file open for reads."""
+        return bool(self._doomed) or self._entries_due() or not self._disk.is_open
 
     def _may_try(self) -> bool:
         return not self._circuit.is_open or self._circuit.allows(self._now())
@@ -242,7 +259,10 @@ class DiskWriter:
             self._fail(fitting or batch, error)
         else:
             self._succeed()
+        lost = [one.info.key for one in batch if self.pending.holds(one) and one.info.key not in self.books.index]
         self.pending.done(batch)
+        self.on_gone(lost)
+        self._is_behind = False
         self._progress.set()
 
     async def _reserve(self, batch: list[PendingBlock]) -> list[PendingBlock]:
@@ -251,7 +271,7 @@ class DiskWriter:
             self._doom(self.books.give_way(_sum_bytes(batch)))
         batch = [pending for pending in batch if self.pending.holds(pending)]  # others were deleted just now
         for pending in batch:
-            evicted = self.books.reserve(pending.info, pending.block.num_bytes, pending.pinned_until)
+            evicted = self.books.reserve(pending)
             if evicted is None:
                 self.num_refused += 1
             else:
@@ -268,9 +288,14 @@ class DiskWriter:
     async def _start_over(self, error: DiskDamagedError) -> None:
         """A damaged file would refuse for ever; what it holds can be computed again. The batch goes with it."""
         gone = self.books.clear()
-        await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
-        self._doomed.clear()
         self.on_gone(gone)
+        try:
+            await self.run_on_thread(partial(self._disk.reopen, wipe=str(error)))
+        except DiskFailedError as failure:
+            self._doomed += gone  # where the old file is still there
+            self._fail([], failure)
+        else:
+            self._doomed.clear()
 
     def _succeed(self) -> None:
         if self._circuit.is_open:

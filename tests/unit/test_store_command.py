@@ -140,8 +140,10 @@ async def test_ls_in_json_is_a_line_a_block(store_command_line: Shell) -> None:
     async with served_store() as served:
         hold_chains(served)
         printed = await store_command_line("ls", "--json", "--tenant", "acme", "--store", served.address)
+        first = await store_command_line("ls", "--json", "--limit", "1", "--store", served.address)
     blocks = [json.loads(line) for line in printed.out.splitlines()]
     assert [block["block_hash"] for block in blocks] == [hash_of(11).hex(), hash_of(12).hex()]
+    assert len(first.out.splitlines()) == 1
     assert blocks[0] == {
         "store": served.address,
         "block_hash": hash_of(11).hex(),

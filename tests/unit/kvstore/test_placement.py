@@ -7,6 +7,7 @@ import pytest
 from kvrelay.types import Tier
 from kvstore.disk import Changes, DiskFailedError, DiskTier
 from kvstore.entry import Entry
+from kvstore.pending import PendingBlock
 from kvstore.placement import WritePolicy
 from kvstore.quotas import Quotas
 from kvstore.store import PutOutcome, Store
@@ -159,7 +160,7 @@ async def test_the_disk_takes_no_block_without_its_parent_and_a_start_drops_thos
     async with opened(tmp_path) as store:
         assert store._writer is not None
         assert store._disk is not None
-        await store._writer.add(orphan, block_of(2))
+        await store._writer.add(PendingBlock(orphan, block_of(2), 0.0, 0.0))
         await store.flush(FLUSH_S)
         assert on_disk(store, 2) == [False]
         assert store.stats().refused == 1
@@ -183,6 +184,21 @@ async def test_what_follows_a_block_that_leaves_the_disk_leaves_memory_where_it_
         store._upkeep.drop_from_disk([key_of(1)])
         assert where(store, 1, 2, 3) == [NONE] * 3
         store._memory.check()
+
+
+async def test_what_follows_a_block_that_the_disk_refuses_in_its_turn_leaves_memory_too(tmp_path: Path) -> None:
+    """The first waits for the disk alone, memory has the second one, and a pin leaves no room for either on disk."""
+    async with opened(tmp_path, memory_blocks=3, disk_quotas=Quotas(8_192)) as store:
+        await put(store, 5)
+        store.pin([key_of(5)], 1e9)
+        assert store._writer is not None
+        async with store._writer.paused():
+            await put(store, 1, 8, 9, flush=False)
+            assert await store.put(info_of(2, after=1, index=1), block_of(2)) is STORED
+            assert [key_of(number) in store._memory for number in (1, 2)] == [False, True]
+            assert where(store, 1, 2) == [MEMORY, MEMORY]
+        await store.flush(FLUSH_S)
+        assert where(store, 1, 2, 9) == [NONE, NONE, MEMORY]
 
 
 async def test_quotas_hold_on_both_tiers_and_cost_the_tenant_its_own(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ import hashlib
 import threading
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvrelay.errors import UnavailableError
 from kvrelay.types import Tier
-from kvstore import record
+from kvstore import disk, record
 from kvstore.block import BlockInfo, namespace_key
 from kvstore.disk import Changes, DiskFailedError, DiskTier
 from kvstore.listing import HeldBlock, Progress
@@ -165,6 +166,22 @@ async def test_a_block_that_is_deleted_as_its_transaction_begins_does_not_come_b
         assert where(store, 1) == [NONE]
         assert on_disk(store) == set()
         assert store.stats().disk.num_blocks == 0
+
+
+@pytest.mark.parametrize("memory_blocks", [2, 0])
+async def test_what_follows_is_deleted_on_its_way_to_disk_too(tmp_path: Path, memory_blocks: int) -> None:
+    """The first is on disk, the others are pending; memory has the last two, or none."""
+    async with opened(tmp_path, memory_blocks=memory_blocks) as store:
+        await put_chain(store, 1)
+        assert store._writer is not None
+        async with store._writer.paused():
+            await put_chain(store, 1, 2, 3, 4, flush=False)
+            deleting = asyncio.create_task(store.delete(Selector(block_hash=hash_of(1))))
+            await asyncio.sleep(0)
+            assert where(store, 1, 2, 3, 4) == [NONE] * 4
+        assert await deleting == (4, 4 * SLAB_BYTES)
+        await store.flush(FLUSH_S)
+        assert on_disk(store) == set()
 
 
 async def test_what_follows_is_deleted_through_all_tiers_whosever_it_is(tmp_path: Path) -> None:
@@ -347,6 +364,38 @@ async def test_compaction_says_what_it_lacks(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="the device has no room for a second file of"):
             await anext(store.compact())
         await asyncio.wait_for(put(store, 1), FLUSH_S)
+
+
+async def test_a_file_that_cannot_be_opened_again_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fills up meanwhile has no room for LMDB's lock file, say. Nobody may put: all is held already."""
+    clock = ManualClock(0.0)
+    async with opened(tmp_path, memory_blocks=0, clock=clock) as store:
+        await put(store, *range(20))
+        open_file, may_open = disk.open_file, False
+
+        def open_if_it_may(path: Path, disk_bytes: int, *, disposable: bool) -> lmdb.Environment:
+            if not may_open:
+                raise lmdb.DiskError("no space left")
+            return open_file(path, disk_bytes, disposable=disposable)
+
+        monkeypatch.setattr(disk, "open_file", open_if_it_may)
+        with pytest.raises(UnavailableError, match="cannot open its file again"):
+            async for _ in store.compact():
+                pass
+        assert await get(store, 7) == []
+        store._upkeep.tick()
+        async with asyncio.timeout(FLUSH_S):
+            while store.counts().disk_writing:
+                await asyncio.sleep(0.01)
+        may_open = True
+        clock.now += 60.0
+        store._upkeep.tick()
+        async with asyncio.timeout(FLUSH_S):
+            while not store.counts().disk_writing:
+                await asyncio.sleep(0.01)
+        assert await get(store, *range(20)) == [DISK] * 20
 
 
 async def test_what_a_dead_process_left_of_a_compaction_is_removed(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Who puts while the disk takes nothing: how long that takes, and what a delete means for it."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrelay.types import Tier
+from kvstore.selector import Selector
+from tests.support.open_store import FLUSH_S, opened, put, put_chain, where
+from tests.support.store_blocks import SLAB_BYTES, hash_of, key_of
+
+pytestmark = pytest.mark.usefixtures("short_queue")
+
+
+@pytest.fixture
+def short_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.writer.MAX_PENDING_BYTES", 2 * SLAB_BYTES)
+
+
+async def test_one_waits_for_a_disk_that_takes_nothing_and_the_others_go_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node gives a Put of 32 blocks up after less than three seconds, and then leaves the store alone."""
+    monkeypatch.setattr("kvstore.writer.ROOM_WAIT_S", 0.5)
+    async with opened(tmp_path) as store:
+        assert store._writer is not None
+        async with store._writer.paused():
+            started = time.monotonic()
+            await put(store, *range(12), flush=False)
+            assert 0.4 < time.monotonic() - started < 1.5
+            assert where(store, *range(12)) == [Tier.MEMORY] * 12
+            assert store.stats().write_failures == 10
+        await store.flush(FLUSH_S)
+        await put(store, *range(20, 30))
+        assert store.stats().write_failures == 10
+
+
+async def test_what_is_deleted_while_it_waits_for_room_does_not_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        assert store._writer is not None
+        async with store._writer.paused():
+            await put(store, 1, 2, flush=False)
+            putting = asyncio.create_task(put_chain(store, 3, 4, flush=False))
+            while where(store, 3) == [Tier.NONE]:
+                await asyncio.sleep(0)
+            deleting = asyncio.create_task(store.delete(Selector(block_hash=hash_of(3))))
+            await asyncio.sleep(0)
+        await asyncio.gather(putting, deleting)
+        await store.flush(FLUSH_S)
+        assert where(store, 3, 4) == [Tier.NONE] * 2
+        assert set(store._writer.books.index) == {key_of(1), key_of(2)}
