@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 200
+from tests.support.killed_store import MAX_LIVES, STEP
+
 MAX_LIFE_S = 0.05  # after the store has opened: about ten transactions
-STEP = 61  # numbers given to each life; odd, so that every other one is of a disposable store
 
 
 class Nursery:
@@ -24,7 +24,12 @@ class Nursery:
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "tests.support.killed_store", str(path)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd=Path(__file__).parents[2]
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
         )
 
     def line(self) -> list[str]:
@@ -41,6 +46,8 @@ class Nursery:
         return int(pid)
 
     def close(self) -> None:
+        """With the store that lives, if a test failed meanwhile."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
 
@@ -55,7 +62,7 @@ def test_a_store_that_is_killed_again_and_again_never_lies_and_forgets_nothing(n
     choices = random.Random(5)
     last_written: int | None = None
     num_written = 0
-    for life in range(KILLS):
+    for life in range(MAX_LIVES):
         pid = nursery.begin(life * STEP)
         word, *held = nursery.line()
         assert word == "proven", f"life {life}: {' '.join(held)}"
@@ -66,4 +73,4 @@ def test_a_store_that_is_killed_again_and_again_never_lies_and_forgets_nothing(n
             assert words[0] == "written", f"life {life}: {' '.join(words)}"
             last_written, num_written = int(words[1]), num_written + 1
         killer.join()
-    assert num_written > KILLS  # they were killed at work, not before it
+    assert num_written > MAX_LIVES  # they were killed at work, not before it
