@@ -71,16 +71,19 @@ class Placement:
                 self._write_if_served_enough(key)
 
     async def write_back(self) -> None:
-        """Hands over what is in memory alone, where the policy says that it is to outlive the process."""
+        """Hands over what is in memory alone, where the policy says that it is to outlive the process.
+
+        The caller bounds it: a slow disk is waited for.
+        """
         if self._policy is not WritePolicy.BACK:
             return
         for key in sorted(self._memory.index, key=lambda key: self._memory.index.info(key).chain_index):
             resident = self._memory.get(key)
             if resident is not None and key not in self._writer and self._is_worth(resident.info):
-                await self._add(self._pending(resident))
+                await self._add(self._pending(resident), patient=True)
 
-    async def _add(self, pending: PendingBlock) -> bool:
-        added = await self._writer.add(pending)
+    async def _add(self, pending: PendingBlock, *, patient: bool = False) -> bool:
+        added = await self._writer.add(pending, patient=patient)
         if added:
             self._reuse.stored(pending.info.chain_index)
         return added

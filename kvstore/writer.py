@@ -82,19 +82,19 @@ class DiskWriter:
         self._doom(self.books.restore(scan, self._clock))
         self._task = asyncio.create_task(self._run(), name="kvstore-writer")
 
-    async def add(self, block: PendingBlock) -> bool:
+    async def add(self, block: PendingBlock, *, patient: bool = False) -> bool:
         """Takes a block to be written soon; False if it will not be, which is counted unless it was deleted meanwhile.
 
         While the queue is full the caller waits, up to ROOM_WAIT_S: a sender slows down to the disk's speed. Where one
         has waited in vain, nobody waits any more until something was written: a Put of many blocks would take longer
-        than its sender waits for the store.
+        than its sender waits for the store. A `patient` caller, who bounds it, waits for as long as it takes.
         """
         if not self._fits(block):
             self.num_refused += 1
             return False
         self._waiting.add(block)
         try:
-            if not self._accepts() or not await self._wait_for_room():
+            if not self._accepts() or not await self._wait_for_room(patient):
                 self.num_failures += 1
                 return False
             return block in self._waiting and self._push(block)
@@ -203,17 +203,16 @@ class DiskWriter:
     def _has_room(self) -> bool:
         return self.pending.num_bytes < MAX_PENDING_BYTES
 
-    async def _wait_for_room(self) -> bool:
-        if self._is_behind:
+    async def _wait_for_room(self, patient: bool) -> bool:
+        if self._is_behind and not patient:
             return self._has_room()
         try:
-            async with asyncio.timeout(ROOM_WAIT_S):
-                while not self._has_room():
+            async with asyncio.timeout(None if patient else ROOM_WAIT_S):
+                while not self._has_room() and self._running():
                     await self._wait_for_progress()
         except TimeoutError:
             self._is_behind = True
-            return False
-        return True
+        return self._has_room() and self._running()
 
     async def _wait_for_progress(self) -> None:
         self._progress.clear()

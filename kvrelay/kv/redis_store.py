@@ -30,6 +30,9 @@ except ModuleNotFoundError:  # an extra that few need
     redis_client = None  # type: ignore[assignment]
     RedisError = OSError  # type: ignore[assignment, misc]
 
+# Of a server that is gone, refuses, or is none: redis-py raises the last two of replies that it cannot make sense of.
+FAILURES = (RedisError, OSError, ValueError, TypeError)
+
 
 class RedisStore(StoreHealth):
     """A `kvrelay.kv.block_store.BlockStore`. Made and used on one event loop.
@@ -85,7 +88,7 @@ class RedisStore(StoreHealth):
                     value = redis_record.encode(block_hash, slab, ttl_s)
                     pipe.set(self._prefix + block_hash, value, ex=_whole_seconds(ttl_s), nx=True)
                 stored = await pipe.execute()
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self._failed(error)
             return 0
         self._succeeded()
@@ -103,7 +106,7 @@ class RedisStore(StoreHealth):
                 for block_hash in hashes:
                     pipe.exists(self._prefix + block_hash)
                 held = await pipe.execute()
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self._failed(error)
             return []
         self._succeeded()
@@ -125,7 +128,7 @@ class RedisStore(StoreHealth):
             self.num_corrupt += 1
             await self._discard(hashes[len(found)])
             self._failed(error)
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self._failed(error)
         else:
             self._succeeded()
@@ -144,7 +147,7 @@ class RedisStore(StoreHealth):
         """A wrong value would else stay, since what is there is not written again."""
         try:
             await self._redis.delete(self._prefix + block_hash)
-        except (RedisError, OSError) as error:
+        except FAILURES as error:
             self._failed(error)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 
 import pytest
 
@@ -158,6 +158,29 @@ async def test_a_server_that_hangs_is_given_up() -> None:
             assert await store.put([block(2)]) == 0
         assert store.num_failures == 2
         process.send_signal(signal.SIGCONT)
+
+
+async def serve_replies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: bytes) -> None:
+    """Speaks as Redis does, but answers every question about values with `reply`."""
+    with closing(writer):
+        while head := await reader.readline():
+            words: list[bytes] = []
+            for _ in range(int(head[1:])):
+                length = int((await reader.readline())[1:])
+                words.append((await reader.readexactly(length + 2))[:length])
+            writer.write(reply if words[0] in (b"MGET", b"EXISTS", b"SET") else b"+OK\r\n")
+
+
+@pytest.mark.parametrize(
+    "reply", [b"*0\r\n", b"*-1\r\n", b":7\r\n", b":x\r\n", b"*2\r\n:1\r\n:2\r\n", b"HTTP/1.1 400\r\n"]
+)
+async def test_a_server_that_makes_no_sense_is_a_miss(reply: bytes) -> None:
+    server = await asyncio.start_server(lambda *ends: serve_replies(*ends, reply), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, opened(f"redis://127.0.0.1:{port}", timeout_s=0.5) as store:
+        assert await fetch(store, 1, 2) == 0
+        await store.match(hashes(1, 2))
+        await store.put([block(1)])
 
 
 async def test_a_get_that_is_given_up_leaves_no_reply_behind_for_the_next() -> None:

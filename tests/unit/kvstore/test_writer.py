@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.types import Tier
+from kvstore.placement import WritePolicy
 from kvstore.selector import Selector
 from tests.support.open_store import FLUSH_S, opened, put, put_chain, where
 from tests.support.store_blocks import SLAB_BYTES, hash_of, key_of
@@ -51,3 +52,16 @@ async def test_what_is_deleted_while_it_waits_for_room_does_not_come_back(tmp_pa
         await store.flush(FLUSH_S)
         assert where(store, 3, 4) == [Tier.NONE] * 2
         assert set(store._writer.books.index) == {key_of(1), key_of(2)}
+
+
+async def test_at_the_end_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.writer.ROOM_WAIT_S", 0.01)
+    async with opened(tmp_path, write_policy=WritePolicy.BACK) as store:
+        assert store._writer is not None
+        await put(store, *range(12))
+        async with store._writer.paused():
+            draining = asyncio.create_task(store.drain(FLUSH_S))
+            await asyncio.sleep(0.1)
+        await draining
+        assert len(store._writer.books.index) == 12
+        assert store.stats().write_failures == 0
