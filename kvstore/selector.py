@@ -13,7 +13,3 @@ class Selector:
     namespace: bytes = b""  # what its key begins with: a namespace_key, or a model_key for every layout of a model
     block_hash: bytes = b""  # this block and all that follow it in their chains, in every namespace meant
     unused_s: float | None = None  # not used for longer than this
-
-    def is_empty(self) -> bool:
-        """Whether every block is meant."""
-        return self == Selector()
