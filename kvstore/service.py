@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 
-from kvrelay.errors import InvalidRequestError, OverloadedError, UnavailableError
+from kvrelay.errors import DeadlineError, InvalidRequestError, OverloadedError, UnavailableError
 from kvrelay.kv import frame
 from kvrelay.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import convert_kvstore, convert_types, raw
@@ -22,6 +23,7 @@ from kvstore.store import Store
 
 MAX_SLAB_BYTES = MAX_MESSAGE_BYTES - frame.HEADER_BYTES
 LIST_PAGE = 256  # blocks a message
+PUT_STALL_S = 30.0  # for a sender's next message, while it may be held up by a slow disk of its own
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -99,7 +101,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
         if self.draining:
             raise UnavailableError("this kvstore is draining")
         stream = PutStream(self._store.default_ttl_s)
-        async for message in messages:
+        while (message := await _next_of_put(messages)) is not None:
             frames = frame.decode(message, max_payload_bytes=MAX_SLAB_BYTES)
             for found in frames:
                 info = stream.take(found)
@@ -126,6 +128,15 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServicer):
                 yield progress
                 if self.draining and progress.num_done < progress.num_total:
                     raise UnavailableError("this kvstore is draining; the work was left as far as it came")
+
+
+async def _next_of_put(messages: AsyncIterator[bytes]) -> bytes | None:
+    """None at the end. Bounded here too: not every sender sets a deadline."""
+    try:
+        async with asyncio.timeout(PUT_STALL_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise DeadlineError(f"Put: nothing came for {PUT_STALL_S:g} s; what came before is kept") from None
 
 
 def _pages(held: Iterator[Any]) -> Iterator[Sequence[Any]]:

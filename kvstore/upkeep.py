@@ -258,9 +258,17 @@ class Upkeep:
         if self._disk is None or self._writer is None:
             return 0
         found = await asyncio.get_running_loop().run_in_executor(self._readers, self._disk.read_many, keys)
-        corrupt = [key for key, outcome in zip(keys, found, strict=True) if isinstance(outcome, CorruptBlockError)]
+        corrupt = [
+            key
+            for key, outcome in zip(keys, found, strict=True)
+            if isinstance(outcome, CorruptBlockError) or (outcome is None and self._should_be_on_disk(key))
+        ]
         self.num_corrupt += len(corrupt)
         if corrupt:
             logger.warning("kvstore dropped %d blocks from disk that failed their proof", len(corrupt))
         self.drop_from_disk(corrupt)
         return len(corrupt)
+
+    def _should_be_on_disk(self, key: bytes) -> bool:
+        """Neither deleted nor still on its way there."""
+        return self._writer is not None and key in self._writer.books.index and key not in self._writer.pending

@@ -13,7 +13,7 @@ from typing import cast
 import grpc
 import pytest
 
-from kvrelay.errors import CorruptBlockError, InvalidRequestError, KVRelayError, UnavailableError
+from kvrelay.errors import CorruptBlockError, DeadlineError, InvalidRequestError, KVRelayError, UnavailableError
 from kvrelay.kv import frame
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.chain import Chain, ChainBlock
@@ -231,6 +231,24 @@ async def test_a_truncated_put_publishes_only_what_is_proven() -> None:
             await raw_put(served.address, [begin(), body(0, 1), body(1, 2, checksum=b"?" * 16)])
         assert await client.match(hashes(1)) == [Tier.MEMORY]
         assert await client.missing(hashes(2)) == hashes(2)
+        assert await fetch(client, 1) == [Tier.MEMORY]
+
+
+async def test_a_put_that_says_no_more_is_ended_and_what_came_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.service.PUT_STALL_S", 0.2)
+
+    async def begin_and_stall() -> AsyncIterator[bytes]:
+        yield begin()
+        yield body(0, 1)
+        await asyncio.Event().wait()
+
+    async with store_at() as served, client_of(served.address) as client, open_channel(served.address) as channel:
+        call = raw.stream_unary(channel, raw.KV_TRANSFER, "Put")(begin_and_stall())
+        with pytest.raises(DeadlineError, match=r"nothing came for 0.2 s; what came before is kept"):
+            try:
+                await call
+            except grpc.aio.AioRpcError as error:
+                raise error_from_rpc(error) from error
         assert await fetch(client, 1) == [Tier.MEMORY]
 
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvrelay.types import Tier
 from kvstore.disk import DiskTier
 from kvstore.listing import HeldBlock
 from kvstore.memory import MemoryTier
@@ -56,7 +55,8 @@ async def _run(path: Path, start: int, numbers: Mapping[bytes, int]) -> None:
             after = None if number == first else number - 1
             await store.put(info_of(number, after, number - first), block_of(number))
         await store.flush(FLUSH_S)
-        assert store.match([key_of(first)]) != [Tier.NONE]
+        assert store.stats().write_failures == 0, "the disk did not take a block"
+        assert disk.read(key_of(first + CHAIN - 1)) is not None, "what was flushed is not on disk"
         _say(f"written {first + CHAIN - 1}")
         if start % 4 == 0:
             async for _ in store.compact():

@@ -292,6 +292,16 @@ async def test_verify_finds_what_rotted_and_drops_it_and_what_follows(tmp_path: 
         assert (await put_chain(store, 1, 2, 3))[1:] == [PutOutcome.STORED] * 2
 
 
+async def test_verify_counts_a_record_that_is_not_where_it_was_written(tmp_path: Path) -> None:
+    async with opened(tmp_path, memory_blocks=0) as store:
+        await put(store, 1, 2)
+        assert store._disk is not None
+        with store._disk._env.begin(write=True) as txn:
+            txn.delete(key_of(1))
+        assert [progress async for progress in store.verify()][-1] == Progress(2, 2, num_corrupt=1)
+        assert where(store, 1, 2) == [NONE, DISK]
+
+
 async def test_verify_goes_on_while_blocks_come_and_go(tmp_path: Path) -> None:
     async with opened(tmp_path, memory_blocks=0) as store:
         await put(store, *range(60))
