@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0; 1 when it failed; 2 when it was asked wrongly. Errors are one line on stderr."""
     # Before anything imports grpc, which reads it then: every peer that goes away is a line on stderr otherwise.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Its fork handlers would start its threads anew in children that only exec, and now and then abort those.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _outside_of_commands(arguments)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvrelay.config import is_address
 from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
@@ -26,10 +27,18 @@ def make_parser(command: str, description: str) -> argparse.ArgumentParser:
 def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
+        type=address_argument,
         default=os.environ.get("KVRELAY_ADDRESS", DEFAULT_ADDRESS),
         metavar="HOST:PORT",
         help=f"of the coordinator; default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS}",
     )
+
+
+def address_argument(text: str) -> str:
+    """One host:port, for argparse."""
+    if not is_address(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; give host:port, such as {DEFAULT_ADDRESS}")
+    return text
 
 
 def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:

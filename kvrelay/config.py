@@ -364,10 +364,15 @@ def _convert_addresses(value: Any, check: Callable[[str], None]) -> tuple[str, .
     return addresses
 
 
-def _check_address(text: str) -> None:
+def is_address(text: str) -> bool:
+    """Whether it is one host:port."""
     host, _, port = text.rpartition(":")
     is_more = any(char in ",;/" or char.isspace() for char in host)  # a list, or a URL
-    if text and not (host and not is_more and port.isdigit() and 0 < int(port) <= MAX_PORT):
+    return bool(host) and not is_more and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT
+
+
+def _check_address(text: str) -> None:
+    if text and not is_address(text):
         raise ValueError(text)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+MAX_TTL_S = 3_650 * 86_400.0  # ten years: a longer one is a slip
+
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 
@@ -28,8 +30,13 @@ def duration_argument(text: str) -> float:
 
 
 def ttl_argument(text: str) -> float:
-    """As duration_argument; "none" is a time that never ends, 0 on the wire."""
-    return 0.0 if text.strip().lower() == "none" else duration_argument(text)
+    """As duration_argument, over 0; "none" is a time that never ends, 0 on the wire."""
+    if text.strip().lower() == "none":
+        return 0.0
+    seconds = duration_argument(text)
+    if not 0 < seconds <= MAX_TTL_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is out of range; over 0 and at most 3650d are allowed, and none")
+    return seconds
 
 
 def show_duration(seconds: float) -> str:

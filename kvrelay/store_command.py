@@ -11,7 +11,7 @@ from kvrelay.client_command import add_address, refuse, run
 from kvrelay.duration import duration_argument, show_duration
 from kvrelay.errors import InvalidRequestError
 from kvrelay.store_look import show_blocks, show_stats
-from kvrelay.store_targets import prefix_argument
+from kvrelay.store_targets import addresses_argument, prefix_argument
 from kvrelay.store_warm import warm
 from kvrelay.store_work import compact, evict, pin, verify
 
@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     add_address(shared)
     shared.add_argument(
-        "--store", default="", metavar="HOST:PORT,...", help="the stores; default: all that joined the coordinator"
+        "--store",
+        type=addresses_argument,
+        metavar="HOST:PORT,...",
+        help="the stores; default: all that joined the coordinator",
     )
     shared.add_argument("--json", action="store_true", help="print JSON instead")
 

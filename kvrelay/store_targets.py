@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvrelay.client import AsyncClient
+from kvrelay.client_command import address_argument
 from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError
 from kvrelay.kv.hashing import HASH_BYTES
 from kvrelay.kv.remote_admin import StoreAdmin
@@ -24,13 +25,14 @@ _FULL_CHARS = 2 * HASH_BYTES  # of a block hash, and of a model's fingerprint
 async def store_addresses(options: argparse.Namespace) -> list[str]:
     """Those of --store, or all that joined the coordinator. Raises NotFoundError when none did."""
     if options.store:
-        return [address.strip() for address in options.store.split(",")]
+        return list(options.store)
     async with AsyncClient(options.address) as client:
         status = await client.status()
     found = sorted(report.info.address for report in status.nodes if report.info.role is Role.KVSTORE)
     if not found:
         raise NotFoundError(
-            f"no kvstore has joined the coordinator at {options.address}; name one by --store HOST:PORT"
+            f"no kvstore has joined the coordinator at {options.address}; name one by --store HOST:PORT "
+            "(a Redis has tools of its own)"
         )
     return found
 
@@ -102,6 +104,11 @@ def prefix_argument(text: str) -> str:
             "`kvrelay store ls` shows them"
         )
     return digits
+
+
+def addresses_argument(text: str) -> list[str]:
+    """Different host:port with commas between, for argparse."""
+    return list(dict.fromkeys(address_argument(address.strip()) for address in text.split(",")))
 
 
 def _is_full(text: str) -> bool:

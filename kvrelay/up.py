@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=0, metavar="N", help="threads of each node (default: its share of the cores)"
     )
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=True, help="run a KV store")
-    parser.add_argument("--kvstores", type=int, default=1, metavar="N", help="how many KV stores (default: 1)")
+    parser.add_argument("--kvstores", type=int, metavar="N", help="how many KV stores (default: 1)")
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="logs and the store's disk tier (default: a cache directory)"
     )
@@ -117,10 +117,12 @@ def check_shape(options: argparse.Namespace) -> None:
         ("--coordinators", options.coordinators, MAX_COORDINATORS),
         ("--prefill", options.prefill, MAX_PREFILL_NODES),
         ("--decode", options.decode, MAX_DECODE_NODES),
-        ("--kvstores", options.kvstores, MAX_DECODE_NODES + 1 - options.decode),
+        ("--kvstores", 1 if options.kvstores is None else options.kvstores, MAX_DECODE_NODES + 1 - options.decode),
     ):
         if not 1 <= count <= most:
             raise ConfigError(f"{flag} is {count}; allowed is [1, {most}]")
+    if options.kvstores is not None and not options.kvstore:
+        raise ConfigError("--kvstores asks for KV stores and --no-kvstore for none; give one of them")
     highest = 65_535 - 2 * METRICS_OFFSET
     if not 1 <= options.port_base <= highest:
         raise ConfigError(f"--port-base is {options.port_base}; allowed is [1, {highest}]")
@@ -159,7 +161,7 @@ def plan(options: argparse.Namespace, model: Path, data_dir: Path) -> list[Plann
 
 
 def _num_kvstores(options: argparse.Namespace) -> int:
-    return int(options.kvstores) if options.kvstore else 0
+    return int(options.kvstores or 1) if options.kvstore else 0
 
 
 def _flags_of_one(role: Role, index: int, data_dir: Path) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvrelay.duration import parse_duration
+from kvrelay.duration import MAX_TTL_S, parse_duration
 from kvrelay.errors import ConfigError
 
 NO_END = 0.0
@@ -41,6 +41,9 @@ def parse_lifetime(text: str) -> float:
     if text.strip().lower() == "none":
         return NO_END
     try:
-        return parse_duration(text)
+        seconds = parse_duration(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} is not a time such as 90s, 5m, 1h, 7d or none") from error
+        raise ConfigError(f"lifetime {text!r} is not a time such as 90s, 5m, 1h, 7d or none") from error
+    if not 0 < seconds <= MAX_TTL_S:
+        raise ConfigError(f"lifetime {text!r} is out of range; over 0 and at most 3650d are allowed, and none")
+    return seconds

@@ -14,6 +14,9 @@ from tests.support.demo import demo_model_path
 
 # As `kvrelay.cli` does; test modules import grpc after this one, and child processes inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# gRPC's fork handlers start its threads anew in a child that is about to exec, where they now and then find their files
+# closed and abort it. Nothing here forks to go on with gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Without a GPU kernels are interpreted. Triton reads this at its import, which any test module may be first to do.
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

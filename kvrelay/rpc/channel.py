@@ -100,6 +100,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
             except DecodeError:
                 break
     details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return KVRelayError("what answers there knows no such call: it plays another role, or is of another release")
     return _error_class(error.code(), details)(details)
 
 

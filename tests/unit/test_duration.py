@@ -27,6 +27,12 @@ def test_a_time_to_live_may_have_no_end() -> None:
     assert (ttl_argument("none"), ttl_argument("5m")) == (0.0, 300.0)
 
 
+@pytest.mark.parametrize("text", ["0", "0s", "3651d", "99999999999999d"])
+def test_a_time_to_live_is_over_0_and_no_slip(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="over 0 and at most 3650d are allowed, and none"):
+        ttl_argument(text)
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0s"), (59.4, "59s"), (90, "1.5m"), (3_600, "1h"), (1e6, "11.6d")])
 def test_shown_in_the_largest_unit(seconds: float, shown: str) -> None:
     assert show_duration(seconds) == shown

@@ -229,7 +229,8 @@ async def test_a_store_that_fails_does_not_keep_the_others_from_it(store_command
 async def test_a_cluster_without_a_store(store_command_line: Shell) -> None:
     async with ends() as cluster:
         printed = await store_command_line("stats", "--address", cluster.address)
-    where = f"no kvstore has joined the coordinator at {cluster.address}; name one by --store HOST:PORT"
+    what = f"no kvstore has joined the coordinator at {cluster.address}"
+    where = f"{what}; name one by --store HOST:PORT (a Redis has tools of its own)"
     assert (printed.status, printed.err) == (1, f"kvrelay store stats: {where}\n")
 
 

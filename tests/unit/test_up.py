@@ -125,6 +125,7 @@ def test_nodes_share_the_cores(cores: int, flags: list[str], threads: str, monke
         (["--prefill", "0"], r"--prefill is 0; allowed is \[1, 10\]"),
         (["--decode", "81"], r"--decode is 81; allowed is \[1, 80\]"),
         (["--kvstores", "80", "--decode", "2"], r"--kvstores is 80; allowed is \[1, 79\]"),
+        (["--kvstores", "2", "--no-kvstore"], "--kvstores asks for KV stores and --no-kvstore for none"),
         (["--port-base", "65500"], r"--port-base is 65500; allowed is \[1, 65335\]"),
     ],
 )
