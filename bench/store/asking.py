@@ -61,8 +61,9 @@ def make_cluster(model: Path, directory: Path, num_blocks: int, *, with_store: b
     return _make(Cluster, model, directory, num_blocks, with_store)
 
 
-def make_proxied_cluster(model: Path, directory: Path, num_blocks: int) -> ProxiedCluster:
-    cluster = _make(ProxiedCluster, model, directory, num_blocks, True)
+def make_proxied_cluster(model: Path, directory: Path, num_blocks: int, *, with_store: bool = True) -> ProxiedCluster:
+    """The same, with every link through a relay in this process, which takes its share of the cores."""
+    cluster = _make(ProxiedCluster, model, directory, num_blocks, with_store)
     assert isinstance(cluster, ProxiedCluster)
     return cluster
 
