@@ -48,7 +48,7 @@ def test_a_meter_counts_what_lies_between_start_and_stop() -> None:
     report = meter.report()
     assert 0.1 <= report["sender_cpu_s"] * 400 < 0.2
     assert report["receiver_cpu_s"] == pytest.approx(report["sender_cpu_s"], rel=0.2)
-    assert report["bytes_per_s"] <= 400 / 0.1
+    assert report["bytes_per_s"] <= 1.05 * 400 / 0.1  # the kernel's clocks of CPU and wall time differ by a little
 
 
 def _burn(cpu_s: float) -> None:
