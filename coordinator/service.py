@@ -11,7 +11,7 @@ from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
 from kvrelay.cluster import ClusterStatus, NodeReport
-from kvrelay.errors import InvalidRequestError
+from kvrelay.errors import InvalidRequestError, NotFoundError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.rpc import convert_cluster, convert_inference
 from kvrelay.types import InstanceId
@@ -64,6 +64,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.CancelReply:
         self._door.cancel(request.request_id)
         return inference_pb2.CancelReply()
+
+    async def Explain(
+        self, request: inference_pb2.ExplainRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ExplainReply:
+        raise NotFoundError(f"no request with the id {request.request_id[:128]!r} is known")
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):

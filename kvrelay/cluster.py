@@ -36,6 +36,17 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRates:
+    """What a node that computes measured of itself, over its last work; 0 where it measured nothing yet."""
+
+    prefill_tokens_per_s: float = 0.0
+    handoff_bytes_per_s: float = 0.0
+    store_bytes_per_s: float = 0.0
+    step_s: float = 0.0  # a decode step takes step_s + step_row_s x sequences
+    step_row_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     ready: bool = False
     draining: bool = False
@@ -48,6 +59,9 @@ class NodeStatus:
     disk_bytes: int = 0
     limits: DecodeLimits | PrefillLimits | None = None  # in force now, of a node that computes
     not_ready_reason: str = ""  # for people; empty while it is ready
+    rates: NodeRates = NodeRates()
+    num_waiting_tokens: int = 0  # of prompts, uncached: what a new one stands behind
+    weight: float = 1.0  # its part of the requests beside other nodes' weights; 0: none
 
 
 @dataclass(frozen=True, slots=True)

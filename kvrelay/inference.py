@@ -64,6 +64,10 @@ class GenerateRequest:
     public_cache: str = ""
     cache_ttl_s: float | None = None
     priority: int | None = None  # among the tenant's own requests; None: the tenant's usual one
+    ttft_target_s: float | None = None  # None: the tenant's, or none
+    itl_target_s: float | None = None  # between two tokens, as ttft_target_s
+    best_effort: bool = False  # run it also where its targets are out of reach
+    keep_s: float = 0.0  # how long it outlives its call, and its answer its end
 
     def check_priority(self) -> None:
         """Raises InvalidRequestError."""

@@ -115,6 +115,9 @@ class NodeStatus(_message.Message):
     DECODE_LIMITS_FIELD_NUMBER: _builtins.int
     PREFILL_LIMITS_FIELD_NUMBER: _builtins.int
     NOT_READY_REASON_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """False before warm-up is done, while stuck, and while draining."""
     draining: _builtins.bool
@@ -133,6 +136,10 @@ class NodeStatus(_message.Message):
     """Records on disk, in bytes, headers and padding included (kvstore only; else 0)."""
     not_ready_reason: _builtins.str
     """For people: why `ready` is false; empty while it is true."""
+    num_waiting_tokens: _builtins.int
+    """Prompt tokens that wait here or are being computed and are not cached: what a new prompt stands behind."""
+    weight: _builtins.float
+    """Its part of the requests beside other nodes' weights, in [0, 100]; 0: none. Unset: 1."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts:
         """Of the node's pool; zeros on a kvstore."""
@@ -144,6 +151,10 @@ class NodeStatus(_message.Message):
     @_builtins.property
     def prefill_limits(self) -> _types_pb2.PrefillLimits:
         """Of a prefill node."""
+
+    @_builtins.property
+    def rates(self) -> Global___NodeRates:
+        """What it measured of itself lately; unset on other roles and until it has measured anything."""
 
     def __init__(
         self,
@@ -160,16 +171,163 @@ class NodeStatus(_message.Message):
         decode_limits: _types_pb2.DecodeLimits | None = ...,
         prefill_limits: _types_pb2.PrefillLimits | None = ...,
         not_ready_reason: _builtins.str = ...,
+        rates: Global___NodeRates | None = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "limits", b"limits", "prefill_limits", b"prefill_limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "blocks", b"blocks", "decode_limits", b"decode_limits", "limits", b"limits", "prefill_limits", b"prefill_limits", "rates", b"rates", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "not_ready_reason", b"not_ready_reason", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "prefill_limits", b"prefill_limits", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "not_ready_reason", b"not_ready_reason", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_limits", b"prefill_limits", "rates", b"rates", "ready", b"ready", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     _WhichOneofReturnType_limits: _TypeAlias = _typing.Literal["decode_limits", "prefill_limits"]  # noqa: Y015
     _WhichOneofArgType_limits: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_limits) -> _WhichOneofReturnType_limits | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class NodeRates(_message.Message):
+    """What a prefill or decode node measured of itself, over its last work. 0 where it measured nothing yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    HANDOFF_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    STORE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    STEP_ROW_S_FIELD_NUMBER: _builtins.int
+    prefill_tokens_per_s: _builtins.float
+    """Prompt tokens computed in a second while it computes, batch and all."""
+    handoff_bytes_per_s: _builtins.float
+    """KV bytes handed over in a second while it hands over (prefill nodes)."""
+    store_bytes_per_s: _builtins.float
+    """KV bytes that came from kvstores in a second while it loads."""
+    step_s: _builtins.float
+    """A decode step takes step_s + step_row_s x sequences (decode nodes)."""
+    step_row_s: _builtins.float
+    """As step_s."""
+    def __init__(
+        self,
+        *,
+        prefill_tokens_per_s: _builtins.float = ...,
+        handoff_bytes_per_s: _builtins.float = ...,
+        store_bytes_per_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+        step_row_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_bytes_per_s", b"handoff_bytes_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "step_row_s", b"step_row_s", "step_s", b"step_s", "store_bytes_per_s", b"store_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeRates: _TypeAlias = NodeRates  # noqa: Y015
+
+@_typing.final
+class CacheEvents(_message.Message):
+    """What became of cached blocks of a node's pool, in order. Sent on its Join stream, soon after it happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    first_sequence: _builtins.int
+    """The number of the first of them; the next has the next. 1 is the first after the process began."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvent]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        first_sequence: _builtins.int = ...,
+        events: _abc.Iterable[Global___CacheEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "first_sequence", b"first_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
+
+@_typing.final
+class CacheEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___CachedBlocks:
+        """These can be found by their hashes now."""
+
+    @_builtins.property
+    def removed(self) -> Global___CachedBlocks:
+        """These cannot any more."""
+
+    @_builtins.property
+    def cleared(self) -> Global___CacheCleared:
+        """None can any more."""
+
+    def __init__(
+        self,
+        *,
+        stored: Global___CachedBlocks | None = ...,
+        removed: Global___CachedBlocks | None = ...,
+        cleared: Global___CacheCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___CacheEvent: _TypeAlias = CacheEvent  # noqa: Y015
+
+@_typing.final
+class CachedBlocks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of 32 bytes each; at least one. Stored ones of one chain stand in its order."""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedBlocks: _TypeAlias = CachedBlocks  # noqa: Y015
+
+@_typing.final
+class CacheCleared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheCleared: _TypeAlias = CacheCleared  # noqa: Y015
 
 @_typing.final
 class NodeEvent(_message.Message):
@@ -177,25 +335,31 @@ class NodeEvent(_message.Message):
 
     JOINED_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def joined(self) -> Global___NodeJoined:
         """The first event of the stream and of no other place."""
 
     @_builtins.property
     def status(self) -> Global___NodeStatus:
-        """Every later event."""
+        """At least every second."""
+
+    @_builtins.property
+    def cache(self) -> Global___CacheEvents:
+        """Prefill and decode nodes only. After JoinAccepted, or a Resync, they begin with `cleared` and all that is cached."""
 
     def __init__(
         self,
         *,
         joined: Global___NodeJoined | None = ...,
         status: Global___NodeStatus | None = ...,
+        cache: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "joined", b"joined", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "joined", b"joined", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["joined", "status"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["joined", "status", "cache"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -228,24 +392,45 @@ class JoinEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    RESYNC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___JoinAccepted:
-        """The first and only event."""
+        """The first event."""
+
+    @_builtins.property
+    def resync(self) -> Global___Resync:
+        """Events were missed: the node tells of its whole cache again."""
 
     def __init__(
         self,
         *,
         accepted: Global___JoinAccepted | None = ...,
+        resync: Global___Resync | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "resync"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___JoinEvent: _TypeAlias = JoinEvent  # noqa: Y015
+
+@_typing.final
+class Resync(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resync: _TypeAlias = Resync  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -84,6 +84,10 @@ class GenerateRequest(_message.Message):
     PUBLIC_CACHE_FIELD_NUMBER: _builtins.int
     CACHE_TTL_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_S_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_S_FIELD_NUMBER: _builtins.int
+    BEST_EFFORT_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; 1 to 128 printable ASCII characters; empty: the coordinator chooses one."""
     model: _builtins.str
@@ -109,6 +113,18 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Which of the tenant's waiting requests goes first: the greater one, -100 to 100; unset: the tenant's usual one. Waiting
     adds to it, so that none waits for ever. Nothing to other tenants' requests.
+    """
+    ttft_target_s: _builtins.float
+    """Seconds until the first token that the client can wait for; above 0, finite; unset: the tenant's, or none. What is
+    predicted to take longer is refused at once with RESOURCE_EXHAUSTED, unless best_effort.
+    """
+    itl_target_s: _builtins.float
+    """Seconds between two tokens, as ttft_target_s."""
+    best_effort: _builtins.bool
+    """Run the request also where its targets are out of reach."""
+    keep_s: _builtins.float
+    """The request goes on for so many seconds after its call ended, and its answer is kept as long after its end: the same
+    request sent again under the same id goes on with it, from its first event. In [0, 600]; 0: it ends with its call.
     """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
@@ -136,17 +152,25 @@ class GenerateRequest(_message.Message):
         public_cache: _builtins.str = ...,
         cache_ttl_s: _builtins.float | None = ...,
         priority: _builtins.int | None = ...,
+        ttft_target_s: _builtins.float | None = ...,
+        itl_target_s: _builtins.float | None = ...,
+        best_effort: _builtins.bool = ...,
+        keep_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_priority", b"_priority", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_itl_target_s", b"_itl_target_s", "_priority", b"_priority", "_ttft_target_s", b"_ttft_target_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "itl_target_s", b"itl_target_s", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_priority", b"_priority", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_itl_target_s", b"_itl_target_s", "_priority", b"_priority", "_ttft_target_s", b"_ttft_target_s", "best_effort", b"best_effort", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "itl_target_s", b"itl_target_s", "keep_s", b"keep_s", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__cache_ttl_s: _TypeAlias = _typing.Literal["cache_ttl_s"]  # noqa: Y015
     _WhichOneofArgType__cache_ttl_s: _TypeAlias = _typing.Literal["_cache_ttl_s", b"_cache_ttl_s"]  # noqa: Y015
+    _WhichOneofReturnType__itl_target_s: _TypeAlias = _typing.Literal["itl_target_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_target_s: _TypeAlias = _typing.Literal["_itl_target_s", b"_itl_target_s"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_target_s: _TypeAlias = _typing.Literal["ttft_target_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_target_s: _TypeAlias = _typing.Literal["_ttft_target_s", b"_ttft_target_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -154,7 +178,11 @@ class GenerateRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_ttl_s) -> _WhichOneofReturnType__cache_ttl_s | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_target_s) -> _WhichOneofReturnType__itl_target_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_target_s) -> _WhichOneofReturnType__ttft_target_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -578,3 +606,179 @@ class CancelReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelReply: _TypeAlias = CancelReply  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As RequestAccepted gave it."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class LifeStep(_message.Message):
+    """A step in the life of an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    EDGE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    """Seconds after the request was accepted."""
+    edge: _builtins.str
+    """As in kvrelay_request_edges_total."""
+    detail: _builtins.str
+    """For people: where to, or why; may be empty."""
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        edge: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "detail", b"detail", "edge", b"edge"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LifeStep: _TypeAlias = LifeStep  # noqa: Y015
+
+@_typing.final
+class Forecast(_message.Message):
+    """What was predicted for a request, and what came; 0 where it was not predicted, or has not come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    ACTUAL_TTFT_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_ITL_S_FIELD_NUMBER: _builtins.int
+    ACTUAL_ITL_S_FIELD_NUMBER: _builtins.int
+    predicted_ttft_s: _builtins.float
+    """Until the first token."""
+    actual_ttft_s: _builtins.float
+    """Until the first token."""
+    predicted_itl_s: _builtins.float
+    """Between two tokens, in the mean."""
+    actual_itl_s: _builtins.float
+    """Between two tokens, in the mean."""
+    def __init__(
+        self,
+        *,
+        predicted_ttft_s: _builtins.float = ...,
+        actual_ttft_s: _builtins.float = ...,
+        predicted_itl_s: _builtins.float = ...,
+        actual_itl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_itl_s", b"actual_itl_s", "actual_ttft_s", b"actual_ttft_s", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forecast: _TypeAlias = Forecast  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    PREFILL_NODE_FIELD_NUMBER: _builtins.int
+    DECODE_NODE_FIELD_NUMBER: _builtins.int
+    COMPUTED_ON_DECODE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    FORECAST_FIELD_NUMBER: _builtins.int
+    CONSIDERED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As asked for."""
+    tenant: _builtins.str
+    """Account the request is counted under."""
+    model: _builtins.str
+    """The name it asked for, or that of the only model."""
+    state: _builtins.str
+    """"waiting", "running", "finished", "failed" or "cancelled"."""
+    prefill_node: _builtins.str
+    """Where answer 0 is, or was, computed; empty where not known yet."""
+    decode_node: _builtins.str
+    """As prefill_node."""
+    computed_on_decode: _builtins.bool
+    """Whether the decode node computed the uncached tail itself."""
+    num_blocks: _builtins.int
+    """KV blocks answer 0 holds, or held, on its decode node."""
+    handoff_bytes: _builtins.int
+    """KV bytes moved from prefill to decode so far."""
+    retries: _builtins.int
+    """Attempts beyond the first, of all answers."""
+    @_builtins.property
+    def error(self) -> _types_pb2.Error:
+        """What ended it, where it failed."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LifeStep]:
+        """Of answer 0, oldest first; at most 64, the oldest and the newest ones."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """So far, as in RequestFinished."""
+
+    @_builtins.property
+    def timing(self) -> _types_pb2.Timing:
+        """So far, as in RequestFinished."""
+
+    @_builtins.property
+    def forecast(self) -> Global___Forecast:
+        """What was predicted and what came."""
+
+    @_builtins.property
+    def considered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For people: which nodes were considered for answer 0's last placement and what each was thought to cost, best first."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        state: _builtins.str = ...,
+        error: _types_pb2.Error | None = ...,
+        steps: _abc.Iterable[Global___LifeStep] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        timing: _types_pb2.Timing | None = ...,
+        prefill_node: _builtins.str = ...,
+        decode_node: _builtins.str = ...,
+        computed_on_decode: _builtins.bool = ...,
+        num_blocks: _builtins.int = ...,
+        handoff_bytes: _builtins.int = ...,
+        retries: _builtins.int = ...,
+        forecast: Global___Forecast | None = ...,
+        considered: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "forecast", b"forecast", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_on_decode", b"computed_on_decode", "considered", b"considered", "decode_node", b"decode_node", "error", b"error", "forecast", b"forecast", "handoff_bytes", b"handoff_bytes", "model", b"model", "num_blocks", b"num_blocks", "prefill_node", b"prefill_node", "request_id", b"request_id", "retries", b"retries", "state", b"state", "steps", b"steps", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015

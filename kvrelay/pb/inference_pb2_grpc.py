@@ -59,6 +59,11 @@ class InferenceStub:
                 request_serializer=kvrelay_dot_pb_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_pb_dot_inference__pb2.CancelReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvrelay.pb.Inference/Explain',
+                request_serializer=kvrelay_dot_pb_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_inference__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -100,6 +105,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request waited, where it went and what it cost; of a running one, so far. NOT_FOUND when none of the caller's
+        runs under the id and none ended lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +140,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=kvrelay_dot_pb_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=kvrelay_dot_pb_dot_inference__pb2.CancelReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvrelay_dot_pb_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_inference__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +282,33 @@ class Inference:
             '/kvrelay.pb.Inference/Cancel',
             kvrelay_dot_pb_dot_inference__pb2.CancelRequest.SerializeToString,
             kvrelay_dot_pb_dot_inference__pb2.CancelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.Inference/Explain',
+            kvrelay_dot_pb_dot_inference__pb2.ExplainRequest.SerializeToString,
+            kvrelay_dot_pb_dot_inference__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class InferenceStub:
     """Says what is served."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelReply]
     """Ends a running request by id. NOT_FOUND when none runs under it."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainReply]
+    """Why a request waited, where it went and what it cost; of a running one, so far. NOT_FOUND when none of the caller's
+    runs under the id and none ended lately.
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -59,6 +63,10 @@ class InferenceAsyncStub(InferenceStub):
     """Says what is served."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelReply]  # type: ignore[assignment]
     """Ends a running request by id. NOT_FOUND when none runs under it."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainReply]  # type: ignore[assignment]
+    """Why a request waited, where it went and what it cost; of a running one, so far. NOT_FOUND when none of the caller's
+    runs under the id and none ended lately.
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -102,5 +110,15 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelReply, _abc.Awaitable[_inference_pb2.CancelReply]]:
         """Ends a running request by id. NOT_FOUND when none runs under it."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ExplainReply, _abc.Awaitable[_inference_pb2.ExplainReply]]:
+        """Why a request waited, where it went and what it cost; of a running one, so far. NOT_FOUND when none of the caller's
+        runs under the id and none ended lately.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
-from kvrelay.cluster import ClusterStatus, ModelInfo, NodeInfo, NodeReport, NodeStatus
+from kvrelay.cluster import ClusterStatus, ModelInfo, NodeInfo, NodeRates, NodeReport, NodeStatus
 from kvrelay.kv.layout import AXES, KVLayout
 from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.pb import cluster_pb2, types_pb2
@@ -17,6 +19,7 @@ from kvrelay.rpc.convert_limits import (
 from kvrelay.rpc.convert_types import MAX_ID_CHARS, check
 from kvrelay.types import BlockCounts, InstanceId, Role
 
+MAX_WEIGHT = 100.0  # of a node
 _ROLES = {
     Role.COORDINATOR: types_pb2.ROLE_COORDINATOR,
     Role.PREFILL_NODE: types_pb2.ROLE_PREFILL_NODE,
@@ -111,6 +114,17 @@ def block_counts_from_pb(wire: cluster_pb2.BlockCounts) -> BlockCounts:
     return BlockCounts(wire.total, wire.free, wire.reserved, wire.held, wire.cached)
 
 
+def node_rates_to_pb(rates: NodeRates) -> cluster_pb2.NodeRates:
+    return cluster_pb2.NodeRates(**dataclasses.asdict(rates))
+
+
+def node_rates_from_pb(wire: cluster_pb2.NodeRates) -> NodeRates:
+    rates = NodeRates(**{field.name: getattr(wire, field.name) for field in dataclasses.fields(NodeRates)})
+    for name, value in dataclasses.asdict(rates).items():
+        check(0 <= value < math.inf, f"{name} is {value:g}; allowed is at least 0, finite")
+    return rates
+
+
 def node_status_to_pb(status: NodeStatus) -> cluster_pb2.NodeStatus:
     limits = status.limits
     return cluster_pb2.NodeStatus(
@@ -126,6 +140,9 @@ def node_status_to_pb(status: NodeStatus) -> cluster_pb2.NodeStatus:
         decode_limits=decode_limits_to_pb(limits) if isinstance(limits, DecodeLimits) else None,
         prefill_limits=prefill_limits_to_pb(limits) if isinstance(limits, PrefillLimits) else None,
         not_ready_reason=status.not_ready_reason,
+        rates=node_rates_to_pb(status.rates),
+        num_waiting_tokens=status.num_waiting_tokens,
+        weight=status.weight,
     )
 
 
@@ -142,7 +159,16 @@ def node_status_from_pb(wire: cluster_pb2.NodeStatus) -> NodeStatus:
         disk_bytes=wire.disk_bytes,
         limits=_limits_from_pb(wire),
         not_ready_reason=wire.not_ready_reason,
+        rates=node_rates_from_pb(wire.rates),
+        num_waiting_tokens=wire.num_waiting_tokens,
+        weight=_weight_from_pb(wire),
     )
+
+
+def _weight_from_pb(wire: cluster_pb2.NodeStatus) -> float:
+    weight = wire.weight if wire.HasField("weight") else 1.0
+    check(0 <= weight <= MAX_WEIGHT, f"weight is {weight:g}; allowed is [0, {MAX_WEIGHT:g}]")
+    return weight
 
 
 def _limits_from_pb(wire: cluster_pb2.NodeStatus) -> DecodeLimits | PrefillLimits | None:

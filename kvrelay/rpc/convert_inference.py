@@ -63,6 +63,10 @@ def _generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateR
         public_cache=request.public_cache,
         cache_ttl_s=request.cache_ttl_s,
         priority=request.priority,
+        ttft_target_s=request.ttft_target_s,
+        itl_target_s=request.itl_target_s,
+        best_effort=request.best_effort,
+        keep_s=request.keep_s,
     )
     match request.prompt:
         case TextPrompt(text):
@@ -88,6 +92,10 @@ def generate_request_from_pb(wire: inference_pb2.GenerateRequest) -> GenerateReq
         public_cache=wire.public_cache,
         cache_ttl_s=wire.cache_ttl_s if wire.HasField("cache_ttl_s") else None,
         priority=wire.priority if wire.HasField("priority") else None,
+        ttft_target_s=wire.ttft_target_s if wire.HasField("ttft_target_s") else None,
+        itl_target_s=wire.itl_target_s if wire.HasField("itl_target_s") else None,
+        best_effort=wire.best_effort,
+        keep_s=wire.keep_s,
     )
 
 
