@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 from dataclasses import replace
-from functools import partial
 
 from coordinator.admission import Admission
 from coordinator.answer import Answer
@@ -196,14 +195,14 @@ class FrontDoor:
         return running
 
     def _flow(self, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
-        answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
+        answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids, index)
         return Flow(
             RequestState(accepted, answer, time.monotonic()),
             self._cluster,
             self._admission,
             self._limits_of(accepted.tenant),
             Lifetime(self._metrics.edge),
-            emit=partial(running.emit, index),
+            emit=running.emit,
             on_retry=self._metrics.retried,
         )
 
