@@ -76,9 +76,11 @@ class Cluster:
         """Leading blocks that each node of a role probably has."""
         return self._caches[role].match(hashes)
 
-    def assigned(self, member: Member, hashes: Sequence[BlockHash]) -> None:
-        """A request went there: one more until its next status tells, and its blocks will be cached there."""
+    def assigned(self, member: Member, hashes: Sequence[BlockHash], num_tokens: int = 0) -> None:
+        """A request went there, with so many tokens of its prompt to compute: one more until its next status tells, and
+        its blocks will be cached there."""
         member.num_assigned += 1
+        member.num_assigned_tokens += num_tokens
         self._caches[member.info.role].record(member.info.instance_id, hashes)
 
     @contextmanager
