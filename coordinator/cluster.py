@@ -96,10 +96,12 @@ class Cluster:
         """Leading blocks that each node of a role probably has."""
         return self.caches[role].match(hashes, self._now())
 
-    def assigned(self, member: Member, hashes: Sequence[BlockHash]) -> None:
-        """A request went there: one more until its next status tells, and its blocks will be cached there."""
+    def assigned(self, member: Member, hashes: Sequence[BlockHash], num_tokens: int = 0) -> None:
+        """A request went there, with so many tokens of its prompt to compute: one more until its next status tells, and
+        its blocks will be cached there."""
         member.num_assigned += 1
         self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
+        member.num_assigned_tokens += num_tokens
 
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:

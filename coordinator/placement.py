@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from coordinator.admission import Admission
 from coordinator.cluster import Cluster
+from coordinator.forecast import Forecast, Work
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
+from coordinator.pair_cost import Pair, rank_pairs
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
@@ -67,6 +69,11 @@ class Placer:
         num_uncached = len(accepted.prompt_ids) - num_blocks * accepted.model.layout.block_tokens
         num_tokens = max(num_uncached, 1) + self._state.answer.num_left
         return Demand(accepted.tenant, num_tokens, accepted.priority)
+
+    def forecast(self) -> Forecast | None:
+        """What the answer would get if it were placed now; None while nothing is measured, or nowhere is it to go."""
+        pairs = self._ranked()
+        return pairs[0].forecast if pairs else None
 
     def enter(self, *, front: bool) -> None:
         """Takes a place among its tenant's, or the first of all."""
@@ -182,6 +189,29 @@ class Placer:
             num_blocks_now=self._num_blocks_now,
             suspects=self._cluster.suspects(members) | self._cluster.cut_off(members),
             avoid={member.info.instance_id for member in members if (member.info.instance_id,) in self._state.avoid},
+        )
+
+    def _ranked(self) -> list[Pair]:
+        members, state = self._cluster.members, self._state
+        return rank_pairs(
+            members.usable(Role.PREFILL_NODE),
+            members.usable(Role.DECODE_NODE),
+            self._work(),
+            avoid=state.avoid,
+            num_blocks_now=self._num_blocks_now,
+            local_tail_tokens=self._limits.local_tail_tokens,
+        )
+
+    def _work(self) -> Work:
+        state, hashes = self._state, self._state.hashes()
+        layout = state.accepted.model.layout
+        return Work(
+            num_tokens=len(state.token_ids),
+            num_positions=state.num_positions,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.slab_bytes,
+            cached_prefill=self._cluster.cached(Role.PREFILL_NODE, hashes),
+            cached_decode=self._cluster.cached(Role.DECODE_NODE, hashes),
         )
 
     def _num_blocks_now(self, member: Member) -> int:

@@ -92,6 +92,11 @@ class Scheduler:
         """The step just planned took so long."""
         self.size.stepped(self.limits, num_rows, num_tokens, step_s, num_waiting=len(self._waiting))
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Beyond each sequence's next one: of prompts, and of what preempted ones had, to be computed here."""
+        return sum(sequence.num_uncomputed - 1 for sequence in self._ages)
+
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 

@@ -74,6 +74,7 @@ class PrefillOutput:
     limits: PrefillLimits | None = None
     step_tokens: int = 0  # that the next step computes at most
     num_remaining_tokens: int = 0  # to compute, of the jobs that compute
+    num_waiting_tokens: int = 0  # the same, and those of jobs that wait or load, as far as they are not cached here
     num_step_tokens: int = 0  # computed by the step, in step_s
     step_s: float = 0.0
 
@@ -172,6 +173,7 @@ class PrefillCore:
             limits=self.scheduler.limits,
             step_tokens=self.scheduler.step_tokens,
             num_remaining_tokens=self.scheduler.num_remaining_tokens,
+            num_waiting_tokens=sum(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed),
         )
 
     # EngineCore
@@ -257,7 +259,8 @@ class PrefillCore:
             sequence = self._jobs[job_id].sequence
             prefix = sequence.block_hashes[: sequence.num_reusable_blocks]
             num_cached = len(self.pool.match(prefix))
-            num_uncomputed = sequence.num_tokens - num_cached * self.block_tokens
+            sequence.num_computed_tokens = num_cached * self.block_tokens
+            num_uncomputed = sequence.num_uncomputed
             if not self.scheduler.may_admit(num_uncomputed) or self._is_computed(prefix, num_cached, num_uncomputed):
                 continue
             try:
