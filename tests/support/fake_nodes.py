@@ -227,9 +227,9 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
+        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
         await self._reach("reserve")
-        num_blocks = MODEL.layout.blocks_for(num_tokens)
+        num_blocks = MODEL.layout.blocks_for(num_tokens_now or num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
             raise OverloadedError(f"{num_blocks} blocks are not to be had now")
         self.requests.append(node_request)
