@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter
@@ -110,7 +111,7 @@ def test_of_several_each_is_told_a_later_time() -> None:
         refused(slo, targets, prediction(wait_s=2.0, num_tokens=800), request_id=f"r{number}").retry_after_s
         for number in range(5)
     ]
-    steps = [later - earlier for earlier, later in zip(delays, delays[1:], strict=False)]
+    steps = [later - earlier for earlier, later in itertools.pairwise(delays)]
     assert steps == pytest.approx([1.0] * 4), "800 tokens at 1,000 a second, and a quarter more"
 
 
