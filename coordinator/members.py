@@ -68,7 +68,9 @@ class Members:
         """Notes a status; True when it may mean more room. Raises StaleError when the node is no member."""
         if not self.has(member):
             raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
-        changed = member.status != status or member.num_assigned > 0
+        # How fast it is and how much it has to compute changes with every step, and makes no room.
+        told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
+        changed = member.status != told or member.num_assigned > 0
         member.status, member.last_seen = status, now
         member.num_assigned = member.num_assigned_tokens = 0
         return changed

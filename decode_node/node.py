@@ -235,6 +235,8 @@ class DecodeNode:
             num_slots_free=self._num_slots_free(load),
             num_reservations=self.reservations.num_pending,
             limits=self._limits,
+            rates=load.rates,
+            num_waiting_tokens=load.num_waiting_tokens,
         )
 
     def _num_slots_free(self, load: EngineLoad) -> int:

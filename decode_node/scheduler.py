@@ -79,6 +79,11 @@ class Scheduler:
         """Sequences that wait for blocks."""
         return sum(not sequence.block_table for sequence in self._waiting)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Beyond each sequence's next one: of prompts, and of what preempted ones had, to be computed here."""
+        return sum(sequence.num_uncomputed - 1 for sequence in self._ages)
+
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 

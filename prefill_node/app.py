@@ -17,6 +17,7 @@ from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs
 from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
+from prefill_node.rates import PrefillRates
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.service import SERVICE_NAMES, PrefillService
 
@@ -76,7 +77,8 @@ class PrefillApp:
         return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, self._config.block_tokens)
 
     def _make_jobs(self, loaded: LoadedEngine, store: BlockStore | None) -> PrefillJobs:
-        links = DecodeLinks(loaded.info.layout.slab_bytes)
+        rates = PrefillRates()
+        links = DecodeLinks(loaded.info.layout.slab_bytes, on_carried=rates.carried)
         self.host.on_close(links.close)
         return PrefillJobs(
             self.host.engine,
@@ -88,6 +90,7 @@ class PrefillApp:
             load_limit_s=self._config.load_limit_s,
             store=store,
             costs=self._make_costs(),
+            rates=rates,
             offer=self.host.offer,
             on_status=self.host.changed,
         )

@@ -73,6 +73,7 @@ class PrefillOutput:
     num_slots_free: int
     limits: PrefillLimits | None = None
     num_remaining_tokens: int = 0  # to compute, of the jobs that compute
+    num_waiting_tokens: int = 0  # the same, and those of jobs that wait or load, as far as they are not cached here
     num_step_tokens: int = 0  # computed by the step, in step_s
     step_s: float = 0.0
 
@@ -166,6 +167,7 @@ class PrefillCore:
             num_slots_free=self.scheduler.num_slots_free,
             limits=self.scheduler.limits,
             num_remaining_tokens=self.scheduler.num_remaining_tokens,
+            num_waiting_tokens=sum(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed),
         )
 
     # EngineCore
@@ -250,7 +252,8 @@ class PrefillCore:
             sequence = self._jobs[job_id].sequence
             prefix = sequence.block_hashes[: sequence.num_reusable_blocks]
             num_cached = len(self.pool.match(prefix))
-            num_uncomputed = sequence.num_tokens - num_cached * self.block_tokens
+            sequence.num_computed_tokens = num_cached * self.block_tokens
+            num_uncomputed = sequence.num_uncomputed
             if not self.scheduler.may_admit(num_uncomputed) or self._is_computed(prefix, num_cached, num_uncomputed):
                 continue
             try:

@@ -29,6 +29,7 @@ from prefill_node.links import DecodeLinks
 from prefill_node.loading import PrefixLoad, PrefixLoader
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.progress import Progress
+from prefill_node.rates import PrefillRates
 from prefill_node.scheduler import JobId
 from prefill_node.sender import NO_HANDOFF, HandoffReport, HandoffSender
 
@@ -58,11 +59,13 @@ class PrefillJobs:
         load_limit_s: float = 5.0,
         store: BlockStore | None = None,
         costs: LoadOrCompute | None = None,
+        rates: PrefillRates | None = None,
         offer: Offer = offer_nothing,
         on_status: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`costs` decide what is loaded, `offer` takes blocks to keep; `on_status` is told when `status` changed."""
+        """`costs` decide what is loaded, `rates` hear also what `links` carry, `offer` takes blocks to keep;
+        `on_status` is told when `status` changed."""
         self._engine = engine
         self._model = model
         self._kv = kv
@@ -70,7 +73,10 @@ class PrefillJobs:
         self._metrics = metrics
         self._stall_s = stall_s
         costs = costs or LoadOrCompute(model.layout.block_tokens)
-        self._loader = PrefixLoader(store, costs, kv.write_slab, metrics, limit_s=load_limit_s, clock=clock)
+        self._rates = rates or PrefillRates()
+        self._loader = PrefixLoader(
+            store, costs, kv.write_slab, metrics, limit_s=load_limit_s, on_loaded=self._loaded, clock=clock
+        )
         self._offer = offer
         self._on_status = on_status
         self._clock = clock
@@ -91,6 +97,7 @@ class PrefillJobs:
         self._loader.num_waiting_tokens = output.num_remaining_tokens
         if output.num_step_tokens:
             self._loader.costs.computed(output.num_step_tokens, output.step_s)
+            self._rates.computed(output.num_step_tokens, output.step_s)
         self._on_status()
 
     def status(self, *, ready: bool, not_ready_reason: str = "") -> NodeStatus:
@@ -104,6 +111,8 @@ class PrefillJobs:
             num_waiting=output.num_waiting,
             num_slots_free=0 if self._draining else output.num_slots_free,
             limits=output.limits,
+            rates=self._rates.rates(),
+            num_waiting_tokens=output.num_waiting_tokens,
         )
 
     async def set_limits(self, limits: PrefillLimits) -> PrefillLimits:
@@ -150,6 +159,9 @@ class PrefillJobs:
         finally:
             # Nothing of this job reads or writes its blocks any more, so the engine may give them away.
             self._close_job(job_id)
+
+    def _loaded(self, num_blocks: int, seconds: float) -> None:
+        self._rates.loaded(num_blocks * self._model.layout.slab_bytes, seconds)
 
     # Ownership of a job
 

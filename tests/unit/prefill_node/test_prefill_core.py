@@ -151,6 +151,20 @@ def test_a_job_that_needs_blocks_waits_and_those_behind_it_do_not_pass() -> None
     assert core.pool.counts().held == core.pool.counts().reserved == 0
 
 
+def test_tokens_that_wait_are_all_that_are_to_be_computed_whether_their_jobs_wait_load_or_compute() -> None:
+    core = make_core(budget=32, max_prefills=1)
+    run_prompt(core, 9, 64, first=500)
+    core.submit(JobId(1), make_sequence(100))
+    core.submit(JobId(2), make_sequence(70, first=500))  # 64 of them are cached
+    assert core.report().num_waiting_tokens == 100 + 6
+    start(core, JobId(1))
+    assert core.step().num_waiting_tokens == 68 + 6
+    core.end(JobId(1))
+    assert core.report().num_waiting_tokens == 6
+    core.end(JobId(2))
+    assert core.report().num_waiting_tokens == 0
+
+
 def test_a_prompt_larger_than_the_pool_is_refused_at_once() -> None:
     core = make_core(num_blocks=4)
     with pytest.raises(NeverFitsError, match="65 tokens needs 5 KV blocks; this prefill node has 4"):
