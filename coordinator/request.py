@@ -17,7 +17,7 @@ from kvrelay.messages import NodeRequest, PrefillFinished
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import BlockHash, CachedTokens, RequestId
 
-GROWTH_TOKENS = 16  # set aside beyond an answer that goes on elsewhere and is as long as was expected already
+GROWTH_TOKENS = 16  # set aside at least, beyond what there is of the answer, however short it is expected to be
 
 
 @dataclass(frozen=True, slots=True)
