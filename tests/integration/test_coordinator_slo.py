@@ -1,4 +1,4 @@
-"""Targets, budgets, prompt guards and expected lengths at a coordinator's real door, with nodes that say how fast they are."""
+"""Targets, budgets, prompt guards and expected lengths at a coordinator's door; the nodes say how fast they are."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_best_effort_lets_its_tenants_others_pass() -> None:
 
 async def test_a_tenants_targets_hold_for_requests_that_name_none() -> None:
     async with measured(tenants="default:ttft_s=0.05") as cluster:
-        with pytest.raises(OverloadedError, match="more than the 0.05 s asked for"):
+        with pytest.raises(OverloadedError, match=r"more than the 0\.05 s asked for"):
             await cluster.ask()
         assert (await cluster.ask(ttft_target_s=60.0)).token_ids == ANSWER_IDS
 
