@@ -1,8 +1,8 @@
 """What early refusal is worth under overload: python -m bench.slo
 
-Runs the coordinator's own admission and target code in virtual time, against a model of a cluster: one prefill node that
-computes prompts one after another, and one pool of KV memory, in which an answer holds what it asked for from its turn
-until it has ended. Requests want their first token within a target. Who is refused comes back when told to, or never.
+Runs the coordinator's own admission and target code in virtual time, against a model of a cluster: one prefill node,
+which computes prompts one after another, and one pool of KV memory, in which an answer holds what it asked for from its
+turn until it has ended. Requests want their first token within a target. Who is refused comes back as told, or never.
 It reads no clock but to time the code itself, so all other numbers are the same on any machine.
 """
 
@@ -208,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     decisions.sort()
     print(
         f"\nfirst token within {options.ttft:g} s; {per_s:.1f} requests a second can be served; {options.minutes:g} "
-        f"minutes; decided in {1e6 * median(decisions):.0f} us (p50), {1e6 * decisions[int(0.999 * len(decisions))]:.0f} "
-        "us (p99.9)"
+        f"minutes; decided in {1e6 * median(decisions):.0f} us (p50), "
+        f"{1e6 * decisions[int(0.999 * len(decisions))]:.0f} us (p99.9)"
     )
     return 0
 
