@@ -16,6 +16,7 @@ from coordinator.cluster import Cluster
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.placement import Limits, Placement, Placer
 from coordinator.request import RequestState
+from coordinator.slo import Prediction
 from kvrelay.errors import KVRelayError
 from kvrelay.inference import RequestFinished, TokensGenerated
 
@@ -49,6 +50,10 @@ class Flow:
     def num_tokens_wanted(self) -> int:
         """What the answer costs its tenant."""
         return self._placer.demand().num_tokens
+
+    def predict(self) -> Prediction:
+        """What the answer would get if it entered the queue now."""
+        return self._placer.predict()
 
     def leave(self) -> None:
         """Gives up the place in the queue; for a flow whose task may never have run."""

@@ -24,6 +24,7 @@ from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
 from coordinator.tenant_policy import TenantPolicies
 from coordinator.tenants import Salts, Tenant
+from coordinator.terms import Terms
 from coordinator.text import Text
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import (
@@ -56,6 +57,7 @@ class FrontDoor:
         instance_id: InstanceId,
         salts: Salts,
         policies: TenantPolicies,
+        terms: Terms,
     ) -> None:
         self.text = text
         self._config = config
@@ -64,6 +66,7 @@ class FrontDoor:
         self._metrics = metrics
         self._salts = salts
         self._policies = policies
+        self._terms = terms
         self._limits = Limits(
             max_queue_wait_s=config.max_queue_wait_s,
             max_retries=config.max_retries,
@@ -117,6 +120,7 @@ class FrontDoor:
         self._check_n(request, tenant.label)
         request.check_priority()
         scope = self._salts.scope(tenant, request)
+        self._terms.check(request, scope.tenant)
         self._check_open(request, scope.tenant)
         model = self.model(request.model)
         request.sampling.validate(model.vocab_size)
@@ -125,8 +129,8 @@ class FrontDoor:
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
-        priority = self._policies.of(scope.tenant).priority if request.priority is None else request.priority
-        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope, priority)
+        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
+        accepted = self._terms.settle(accepted, request)
         return self._start(self._choices_of(accepted, request.n), request.request_id)
 
     def cancel(self, request_id: str) -> None:
@@ -188,10 +192,11 @@ class FrontDoor:
     def _start(self, accepted: list[AcceptedRequest], client_id: str) -> RunningRequest:
         running = RunningRequest(accepted[0], self._metrics, len(accepted))
         flows = [self._flow(running, index, choice) for index, choice in enumerate(accepted)]
+        self._terms.admit(flows, client_id, self._now())
         choices = Choices(flows, self._admission, running.choice_finished)
         choices.enter(client_id, self._now())
         self._running[running.accepted.request_id] = running
-        running.start(choices, self._config.request_timeout_s)
+        running.start(choices, self._terms.tally(flows[0].state.accepted), self._config.request_timeout_s)
         running.task.add_done_callback(lambda _: self._ended(running))
         return running
 

@@ -18,11 +18,13 @@ from coordinator.members import Members
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.places import Places
+from coordinator.policy_metrics import PolicyMetrics
 from coordinator.prefix_index_metrics import PrefixIndexCollector
 from coordinator.retry_advice import RetryAdvice
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
 from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
+from coordinator.terms import Terms
 from coordinator.text import Text
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
@@ -63,7 +65,10 @@ class Coordinator:
         self._admission = _admission(config, policies, self._metrics)
         self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
         salts = Salts(read_secret(config.cluster_secret_file))
-        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies)
+        terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
+        self.door = FrontDoor(
+            config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies, terms
+        )
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
         self._membership = ClusterService(self._cluster, self.door, instance_id)
 

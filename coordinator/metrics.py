@@ -77,7 +77,7 @@ class CoordinatorMetrics:
 
     def queued(self, tenant: str, num_answers: int, num_tokens: int) -> None:
         """So many more, or fewer, of the tenant's wait."""
-        label = self._tenant_label(tenant)
+        label = self.tenant_label(tenant)
         self._queued.labels(label).inc(num_answers)
         self._queued_tokens.labels(label).inc(num_tokens)
 
@@ -108,7 +108,7 @@ class CoordinatorMetrics:
     def retried(self, kind: str) -> None:
         self._retries.labels(kind).inc()
 
-    def _tenant_label(self, tenant: str) -> str:
+    def tenant_label(self, tenant: str) -> str:
         """A tenant keeps its label: what it adds to a gauge it takes from there again."""
         if tenant not in self._tenant_labels and len(self._tenant_labels) < MAX_TENANT_LABELS:
             self._tenant_labels.add(tenant)

@@ -16,6 +16,7 @@ from coordinator.pair_cost import Pair, rank_pairs
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
+from coordinator.slo import Prediction
 from kvrelay.errors import KVRelayError, OverloadedError
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import ReservationGranted
@@ -67,13 +68,26 @@ class Placer:
         caches = (self._cluster.cached(role, hashes) for role in (Role.PREFILL_NODE, Role.DECODE_NODE))
         num_blocks = max((blocks for cache in caches for blocks in cache.values()), default=0)
         num_uncached = len(accepted.prompt_ids) - num_blocks * accepted.model.layout.block_tokens
-        num_tokens = max(num_uncached, 1) + self._state.answer.num_left
+        num_given = len(self._state.token_ids)
+        num_wanted = (self._state.num_positions_now or self._state.num_positions) - num_given
+        num_tokens = max(num_uncached, 1) + num_wanted
         return Demand(accepted.tenant, num_tokens, accepted.priority)
 
     def forecast(self) -> Forecast | None:
         """What the answer would get if it were placed now; None while nothing is measured, or nowhere is it to go."""
         pairs = self._ranked()
         return pairs[0].forecast if pairs else None
+
+    def predict(self) -> Prediction:
+        """What it would get if it entered the queue now."""
+        demand, now = self.demand(), self._now()
+        return Prediction(
+            wait_s=self._admission.wait_s(demand, self._num_tokens_free(), now),
+            forecast=self.forecast(),
+            tokens_per_s=self._admission.tokens_per_s(demand.tenant, now),
+            num_tokens=demand.num_tokens,
+            num_positions=self._state.num_positions,
+        )
 
     def enter(self, *, front: bool) -> None:
         """Takes a place among its tenant's, or the first of all."""
@@ -163,11 +177,13 @@ class Placer:
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""
-        address, request = member.info.address, self._state.node_request()
+        state, address, request = self._state, member.info.address, self._state.node_request()
         try:
             with self._cluster.trying(member):
                 async with self._cluster.while_member(member):
-                    return await self._cluster.nodes.reserve(address, request, self._state.num_positions)
+                    return await self._cluster.nodes.reserve(
+                        address, request, state.num_positions, state.num_positions_now
+                    )
         except OverloadedError:
             return None
         except KVRelayError as error:
@@ -214,10 +230,18 @@ class Placer:
             cached_decode=self._cluster.cached(Role.DECODE_NODE, hashes),
         )
 
+    def _num_tokens_free(self) -> int:
+        """Room on decode nodes by their last status, if any prefill node would take the prompt."""
+        members = self._cluster.members
+        if not any(has_slot(member) for member in members.usable(Role.PREFILL_NODE)):
+            return 0
+        num_blocks = sum(member.status.blocks.available for member in members.usable(Role.DECODE_NODE))
+        return num_blocks * self._state.accepted.model.layout.block_tokens
+
     def _num_blocks_now(self, member: Member) -> int:
-        """What a decode node sets aside for the request when it admits it, by the limits it told."""
-        num_tokens, limits = self._state.num_positions, member.status.limits
-        if isinstance(limits, DecodeLimits):
+        """What a decode node sets aside for the request when it admits it: what it is told to, or by its limits."""
+        num_tokens, limits = self._state.num_positions_now or self._state.num_positions, member.status.limits
+        if isinstance(limits, DecodeLimits) and not self._state.num_positions_now:
             num_tokens = limits.num_reserved(len(self._state.token_ids), num_tokens)
         return self._state.accepted.model.layout.blocks_for(num_tokens)
 

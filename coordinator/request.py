@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.answer import Answer
 from coordinator.circuits import Party
 from coordinator.members import Member
+from coordinator.slo import NO_TARGETS, Targets
 from coordinator.tenants import CacheScope
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
@@ -15,6 +16,8 @@ from kvrelay.kv.hashing import block_hashes, chain_root
 from kvrelay.messages import NodeRequest, PrefillFinished
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import BlockHash, CachedTokens, RequestId
+
+GROWTH_TOKENS = 16  # set aside at least, beyond what there is of the answer, however short it is expected to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,9 @@ class AcceptedRequest:
     model: ModelInfo
     scope: CacheScope
     priority: int = 0  # among its tenant's requests
+    targets: Targets = NO_TARGETS
+    best_effort: bool = False
+    expected_tokens: int = 0  # of the answer, to set aside at first; 0: as many as decode nodes do by their own limits
 
     @property
     def tenant(self) -> str:
@@ -79,6 +85,15 @@ class RequestState:
     def num_positions(self) -> int:
         """Of prompt and whole answer: what a decode node reserves for. The same in every attempt."""
         return len(self.accepted.prompt_ids) + len(self.answer.token_ids) + self.answer.num_left
+
+    @property
+    def num_positions_now(self) -> int:
+        """Of those, what is set aside when a node admits it: some more than there are; 0 leaves it to the node."""
+        if not self.accepted.expected_tokens:
+            return 0
+        num_answer = len(self.answer.token_ids)
+        num_expected = max(self.accepted.expected_tokens, num_answer + GROWTH_TOKENS)
+        return min(len(self.accepted.prompt_ids) + num_expected, self.num_positions)
 
     @property
     def has_begun(self) -> bool:

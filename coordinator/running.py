@@ -13,6 +13,7 @@ from coordinator.lifetime import Edge
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.request import AcceptedRequest
+from coordinator.tally import Tally
 from kvrelay.errors import CancelledError, DeadlineError, KVRelayError
 from kvrelay.inference import (
     ChoiceFinished,
@@ -42,6 +43,7 @@ class RunningRequest:
         self._outbox = Outbox()
         self._outbox.put(_accepted_event(accepted))
         self._choices: Choices | None = None
+        self._tally: Tally | None = None
         self._verdict: KVRelayError | None = None  # why someone ended it from outside
         self._has_begun = False
         self._started_at = time.monotonic()
@@ -52,9 +54,10 @@ class RunningRequest:
         """Answers that wait or are computed."""
         return self._choices.num_open if self._choices else 0
 
-    def start(self, choices: Choices, timeout_s: float) -> None:
+    def start(self, choices: Choices, tally: Tally, timeout_s: float) -> None:
         """Takes over choices that have entered the queue."""
         self._choices = choices
+        self._tally = tally
         self.task = asyncio.create_task(self._run(choices, timeout_s), name=f"request {self.accepted.request_id}")
 
     def cancel(self, why: str) -> None:
@@ -77,6 +80,8 @@ class RunningRequest:
     def choice_finished(self, index: int, finished: RequestFinished) -> None:
         """An answer is complete; where it is the only one, the end of the request says so."""
         self._metrics.answered(finished.reason)
+        if self._tally is not None:
+            self._tally.answered(index)
         if self._n > 1:
             num_tokens = finished.usage.completion_tokens
             self._outbox.put(ChoiceFinished(index, finished.reason, finished.stop_string, num_tokens))
@@ -93,6 +98,8 @@ class RunningRequest:
         last_at = self._last_token_at.get(index)
         self._metrics.tokens(num_tokens, None if last_at is None else now - last_at)
         self._last_token_at[index] = now
+        if self._tally is not None:
+            self._tally.tokens(index, num_tokens, now - self._started_at, now)
 
     async def _run(self, choices: Choices, timeout_s: float) -> None:
         try:
@@ -124,6 +131,8 @@ class RunningRequest:
     def _failed(self, choices: Choices, edge: Edge, error: KVRelayError) -> RequestFailed:
         choices.end(edge)
         self._metrics.failed(error.code)
+        if self._tally is not None and edge is not Edge.CANCELLED:
+            self._tally.failed()
         return RequestFailed(error.code, error.message, error.retryable, error.retry_after_s)
 
 

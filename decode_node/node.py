@@ -100,19 +100,21 @@ class DecodeNode:
         """Begins to watch the engine: should it die, every request fails at once."""
         self._watch = asyncio.create_task(self._watch_engine())
 
-    async def reserve(self, request: NodeRequest, num_tokens: int) -> ReservationGranted:
-        """Sets blocks aside for `num_tokens`, or for as many of them as the limits say.
+    async def reserve(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> ReservationGranted:
+        """Sets blocks aside for `num_tokens_now` of `num_tokens`, or (0) for as many of them as the limits say.
 
         Raises InvalidRequestError and its kin for what is wrong, NeverFitsError for what is too large for this node,
         OverloadedError for what does not fit now, UnavailableError while the node drains or is stuck.
         """
         self._check_ready()
-        check_request(request, num_tokens, self.info)
+        check_request(request, num_tokens, self.info, num_tokens_now)
         check_fits(self.info.layout.blocks_for(num_tokens), self._load().blocks.total)
         self._check_taken()
         sequence = self._sequence(request)
         reservation_id = ReservationId(uuid.uuid4().hex)
-        reserved = await self._set_aside(reservation_id, sequence, self._num_blocks(request, num_tokens))
+        reserved = await self._set_aside(
+            reservation_id, sequence, self._num_blocks(request, num_tokens, num_tokens_now)
+        )
         sequence.num_computed_tokens = reserved.num_cached * sequence.block_tokens
         sequence.num_registered_blocks = reserved.num_cached
         return self._grant(reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached)
@@ -314,9 +316,10 @@ class DecodeNode:
         root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
         return Sequence.create(request, root, layout.block_tokens)
 
-    def _num_blocks(self, request: NodeRequest, num_tokens: int) -> int:
-        """To set aside now for a request that may grow to `num_tokens`."""
-        return self.info.layout.blocks_for(self._limits.num_reserved(len(request.token_ids), num_tokens))
+    def _num_blocks(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> int:
+        """To set aside now for a request that may grow to `num_tokens`: for `num_tokens_now`, unless that is 0."""
+        by_limits = self._limits.num_reserved(len(request.token_ids), num_tokens)
+        return self.info.layout.blocks_for(num_tokens_now or by_limits)
 
     def _check_taken(self) -> None:
         most = self._limits.max_requests

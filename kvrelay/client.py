@@ -68,12 +68,15 @@ class AsyncClient:
         public_cache: str = "",
         cache_ttl_s: float | None = None,
         priority: int | None = None,
+        ttft_target_s: float | None = None,
+        itl_target_s: float | None = None,
+        best_effort: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[AnswerEvent, None]:
         """The answer as it grows; RequestFinished is the last event.
 
         Of `n` answers the events come mixed, each with the index of its own; ChoiceFinished ends one. Answer i draws
-        with kvrelay.sampling.fork_seed(seed, i). What the `cache` arguments mean is in
+        with kvrelay.sampling.fork_seed(seed, i). What the `cache` arguments and the targets mean is in
         kvrelay.inference.GenerateRequest.
 
         Raises what refused the request or ended it. Use contextlib.aclosing around it to leave it early.
@@ -88,6 +91,9 @@ class AsyncClient:
             public_cache,
             cache_ttl_s,
             priority,
+            ttft_target_s,
+            itl_target_s,
+            best_effort,
         )
         call = self._inference.Generate(convert_inference.generate_request_to_pb(request), timeout=timeout_s)
         async with _AnswerReplies(call, self._address) as events:
@@ -180,6 +186,9 @@ class Client:
         public_cache: str = "",
         cache_ttl_s: float | None = None,
         priority: int | None = None,
+        ttft_target_s: float | None = None,
+        itl_target_s: float | None = None,
+        best_effort: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[AnswerEvent]:
         """As AsyncClient.generate; leaving the loop cancels the request."""
@@ -193,6 +202,9 @@ class Client:
             public_cache=public_cache,
             cache_ttl_s=cache_ttl_s,
             priority=priority,
+            ttft_target_s=ttft_target_s,
+            itl_target_s=itl_target_s,
+            best_effort=best_effort,
             timeout_s=timeout_s,
         )
         try:

@@ -95,6 +95,12 @@ class OverloadedError(KVRelayError):
     retryable = True
 
 
+class BudgetSpentError(OverloadedError):
+    """The tenant has used up what it may in a day."""
+
+    code = "budget_spent"
+
+
 class UnavailableError(KVRelayError):
     """A peer is gone, not ready or draining."""
 

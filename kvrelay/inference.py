@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvrelay.errors import InvalidRequestError
@@ -73,6 +74,13 @@ class GenerateRequest:
         """Raises InvalidRequestError."""
         if self.priority is not None:
             check_priority(self.priority)
+
+    def check_targets(self) -> None:
+        """Raises InvalidRequestError, naming value and what is allowed."""
+        for name in ("ttft_target_s", "itl_target_s"):
+            target_s: float | None = getattr(self, name)
+            if target_s is not None and not 0 < target_s < math.inf:
+                raise InvalidRequestError(f"{name} is {target_s:g}; allowed is a number of seconds over 0")
 
     def check_n(self) -> None:
         """Raises InvalidRequestError, naming value and what is allowed."""

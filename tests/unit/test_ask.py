@@ -76,6 +76,8 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--n", "0"], "n is 0; allowed is [1, 128]"),
         (["hello", "--n", "129"], "n is 129; allowed is [1, 128]"),
         (["hello", "--priority", "101"], "priority is 101; allowed is [-100, 100]"),
+        (["hello", "--ttft-target", "0"], "ttft_target_s is 0; allowed is a number of seconds over 0"),
+        (["hello", "--itl-target", "inf"], "itl_target_s is inf; allowed is a number of seconds over 0"),
         (["hello", "--timeout", "nan"], "--timeout is nan"),
         (["--prompt-ids", "1,x"], "'x' is no token id"),
         (["hello", "--logprobs", "2"], "--logprobs are only shown by --json"),
