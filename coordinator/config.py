@@ -61,6 +61,12 @@ class CoordinatorConfig(RoleConfig):
     no_node_wait_s: float = option(
         5.0, "longest wait of an accepted request while no node of a role it needs is ready", unit="s", minimum=0.1
     )
+    max_kept_bytes: int = option(
+        64 * 2**20,
+        "bytes of answers to requests with keep_s, kept to be read again; the oldest complete ones go first; 0: none",
+        unit="bytes",
+        minimum=0,
+    )
     cluster_secret_file: str = option(
         "",
         "file with a secret, the same for all coordinators, that enters the name of every cached block, so that nobody "

@@ -87,7 +87,7 @@ class Coordinator:
             self._cluster.will_end_streams()
 
     async def close(self) -> None:
-        await self.door.drain(0.0)
+        await self.door.close()
         self._cluster.close()
         await self._nodes.close()
         self._text.close()

@@ -49,6 +49,11 @@ class CoordinatorMetrics:
         self._errors = counter("kvrelay_errors_total", "Requests that failed or were refused, by error code.", "code")
         self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
         self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of answers.", "edge")
+        self._attached = counter(
+            "kvrelay_attached_total",
+            "Requests sent again that went on with one that ran or was kept; counted nowhere else.",
+        )
+        self._kept_bytes = gauge("kvrelay_kept_bytes", "Of answers that may be read again, those that grow included.")
         self._open_circuits = Gauge(
             "kvrelay_circuits_open",
             "Nodes and links between two that failed lately and are asked last.",
@@ -69,6 +74,13 @@ class CoordinatorMetrics:
     def watch_circuits(self, num_open: Callable[[], int]) -> None:
         """`num_open` is called by whoever scrapes, on another thread."""
         self._open_circuits.set_function(num_open)
+
+    def watch_kept(self, num_bytes: Callable[[], int]) -> None:
+        """As watch_circuits."""
+        self._kept_bytes.set_function(num_bytes)
+
+    def attached(self) -> None:
+        self._attached.inc()
 
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()

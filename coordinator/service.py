@@ -12,9 +12,9 @@ from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
 from coordinator.members import COMPUTING_ROLES
 from kvrelay.cluster import ClusterStatus, NodeReport
-from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvrelay.rpc import convert_cluster, convert_inference
+from kvrelay.rpc import convert_cluster, convert_explain, convert_inference
 from kvrelay.types import InstanceId
 
 SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
@@ -33,12 +33,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         wanted = convert_inference.generate_request_from_pb(request)
-        running = await self._door.accept(wanted, self._identify(context))
+        answer = await self._door.accept(wanted, self._identify(context))
         try:
-            async for event in running.events():
+            async for event in answer.events():
                 yield convert_inference.generate_event_to_pb(event)
         finally:
-            running.cancel("the client went away")  # does nothing when the request is over
+            answer.left()  # does nothing when the request is over
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
@@ -60,16 +60,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model = convert_cluster.model_info_to_pb(self._door.model(request.model))
         return inference_pb2.GetModelReply(model=model, default_max_tokens=self._default_max_tokens)
 
-    async def Cancel(
-        self, request: inference_pb2.CancelRequest, context: grpc.ServicerContext
-    ) -> inference_pb2.CancelReply:
-        self._door.cancel(request.request_id)
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelReply:
+        self._door.cancel(request.request_id, self._identify(context))
         return inference_pb2.CancelReply()
 
-    async def Explain(
-        self, request: inference_pb2.ExplainRequest, context: grpc.ServicerContext
-    ) -> inference_pb2.ExplainReply:
-        raise NotFoundError(f"no request with the id {request.request_id[:128]!r} is known")
+    async def Explain(self, request: inference_pb2.ExplainRequest, context: Context) -> inference_pb2.ExplainReply:
+        explanation = self._door.explain(request.request_id, self._identify(context))
+        return convert_explain.explanation_to_pb(explanation)
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
