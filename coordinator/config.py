@@ -26,12 +26,32 @@ class CoordinatorConfig(RoleConfig):
         "",
         "tenants' shares and bounds, as NAME:KEY=VALUE,... with semicolons between; * is everyone not named. Keys: "
         "weight (of the share of tokens while others wait, 1), max_queued, max_queued_tokens, max_wait_s (0: as for "
-        "all), priority (of requests that name none, -100 to 100, 0)",
+        "all), priority (of requests that name none, -100 to 100, 0), ttft_s and itl_s (targets of requests that name "
+        "none, 0: none), max_prompt_tokens, daily_tokens (of prompts and answers, a day of UTC; 0: no bound)",
+    )
+    max_prompt_tokens: int = option(0, "longest prompt that is taken; 0: what the model takes", minimum=0)
+    reserve: str = option(
+        "full",
+        "KV set aside for an answer when it is admitted: full is for all of max_tokens (or as decode nodes are set), "
+        "expected for as much as the tenant's answers took lately; what gets longer grows, and the youngest gives way "
+        "where there is no room",
+        choices=("full", "expected"),
+    )
+    reserve_quantile: float = option(
+        0.9,
+        "with --reserve expected, the part of a tenant's last answers that would have fitted",
+        minimum=0.01,
+        maximum=1,
     )
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)
     local_tail_tokens: int = option(
         32, "prompt tokens not cached on the decode node up to which it computes them itself", minimum=0
+    )
+    prefix_index_blocks: int = option(
+        1_000_000,
+        "cached blocks that are known by node, of prefill and of decode nodes each; a million take about 150 MB",
+        minimum=1,
     )
     # A node that is gone is found in less than 5 s by its broken streams. This is for one that hangs, and longer than
     # an interpreter may be busy: meanwhile keepalive, answered below it, says that all is well.
@@ -40,6 +60,12 @@ class CoordinatorConfig(RoleConfig):
     )
     no_node_wait_s: float = option(
         5.0, "longest wait of an accepted request while no node of a role it needs is ready", unit="s", minimum=0.1
+    )
+    max_kept_bytes: int = option(
+        64 * 2**20,
+        "bytes of answers to requests with keep_s, kept to be read again; the oldest complete ones go first; 0: none",
+        unit="bytes",
+        minimum=0,
     )
     cluster_secret_file: str = option(
         "",

@@ -7,22 +7,27 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from coordinator.admission import Admission
 from coordinator.answer import Answer
 from coordinator.choices import Choices
 from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
+from coordinator.explain import EndedRequests
 from coordinator.fit import Capacity, check_capacity, settle_max_tokens
 from coordinator.flow import Flow
-from coordinator.lifetime import Lifetime
+from coordinator.kept import KeptAnswers, Reader, Timer
+from coordinator.lifetime import Edge, Lifetime, Stage
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.placement import Limits
 from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
 from coordinator.tenant_policy import TenantPolicies
 from coordinator.tenants import Salts, Tenant
+from coordinator.terms import Terms
 from coordinator.text import Text
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import (
@@ -32,10 +37,13 @@ from kvrelay.errors import (
     NotFoundError,
     UnavailableError,
 )
+from kvrelay.explanation import Explanation
 from kvrelay.inference import GenerateRequest
 from kvrelay.rpc.convert_types import check_request_id
 from kvrelay.sampling import SamplingParams, fork_seed
 from kvrelay.types import InstanceId, RequestId, Role
+
+Answering = RunningRequest | Reader  # what a client's call reads, and tells when it ends
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +63,7 @@ class FrontDoor:
         instance_id: InstanceId,
         salts: Salts,
         policies: TenantPolicies,
+        terms: Terms,
     ) -> None:
         self.text = text
         self._config = config
@@ -63,6 +72,7 @@ class FrontDoor:
         self._metrics = metrics
         self._salts = salts
         self._policies = policies
+        self._terms = terms
         self._limits = Limits(
             max_queue_wait_s=config.max_queue_wait_s,
             max_retries=config.max_retries,
@@ -72,6 +82,9 @@ class FrontDoor:
         )
         self._node_ids = (f"#{instance_id[:16]}.{number:x}" for number in itertools.count(1))
         self._running: dict[RequestId, RunningRequest] = {}
+        self._kept = KeptAnswers(config.max_kept_bytes, _call_later, metrics.attached)
+        self._ended_lately = EndedRequests()
+        metrics.watch_kept(lambda: self._kept.num_bytes)
         self._draining = False
 
     @property
@@ -99,9 +112,9 @@ class FrontDoor:
             raise UnavailableError("no prefill or decode node has joined; try again when the cluster is up")
         return replace(model, name=self.text.model_name)
 
-    async def accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
+    async def accept(self, request: GenerateRequest, tenant: Tenant) -> Answering:
         """Checks everything that can be known now, takes a place in the queue for each answer and starts the request.
-        `tenant` is who sent it.
+        `tenant` is who sent it. One that is kept and sent again goes on with its first sending, and takes no place.
 
         Raises KVRelayError; then nothing of the request is left.
         """
@@ -111,29 +124,46 @@ class FrontDoor:
             self._metrics.failed(error.code)
             raise
 
-    async def _accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
+    async def _accept(self, request: GenerateRequest, tenant: Tenant) -> Answering:
         request_id = _settle_request_id(request.request_id)  # before a promise is remembered by it
+        request.check_keep()
+        if (reader := self._kept.attach(request, tenant.label)) is not None:
+            return reader
         self._check_n(request, tenant.label)
         request.check_priority()
         scope = self._salts.scope(tenant, request)
+        self._terms.check(request, scope.tenant)
         self._check_open(request, scope.tenant)
         model = self.model(request.model)
         request.sampling.validate(model.vocab_size)
         prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         self._check_open(request, scope.tenant)  # a drain may have begun meanwhile, and counts on the requests it found
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
+        if (reader := self._kept.attach(request, tenant.label)) is not None:  # it came twice at once
+            return reader
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
-        priority = self._policies.of(scope.tenant).priority if request.priority is None else request.priority
-        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope, priority)
-        return self._start(self._choices_of(accepted, request.n), request.request_id)
+        accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
+        accepted = self._terms.settle(accepted, request)
+        return self._start(self._choices_of(accepted, request.n), request)
 
-    def cancel(self, request_id: str) -> None:
-        """Raises NotFoundError when no such request runs."""
+    def cancel(self, request_id: str, tenant: Tenant) -> None:
+        """Ends a request of the tenant's, or forgets its answer where it is kept. Raises NotFoundError without one."""
         running = self._running.get(RequestId(request_id))
-        if running is None:
+        if running is not None and running.accepted.tenant == tenant.label:
+            running.cancel("the request was cancelled")
+        elif not self._kept.forget(RequestId(request_id), tenant.label):
             raise NotFoundError(f"no request with the id {request_id[:128]!r} is running")
-        running.cancel("the request was cancelled")
+
+    def explain(self, request_id: str, tenant: Tenant) -> Explanation:
+        """Raises NotFoundError when the tenant has none under the id that runs or ended lately."""
+        running = self._running.get(RequestId(request_id))
+        if running is not None and running.accepted.tenant == tenant.label:
+            return running.explain()
+        explanation = self._ended_lately.find(RequestId(request_id), tenant.label, self._now())
+        if explanation is None:
+            raise NotFoundError(f"no request with the id {request_id[:128]!r} runs or ended lately")
+        return explanation
 
     async def drain(self, deadline_s: float) -> None:
         """Takes nothing new; lets what runs finish for `deadline_s` or until this is cancelled, then ends it."""
@@ -147,6 +177,10 @@ class FrontDoor:
                 running.fail(UnavailableError("this coordinator is shutting down; send the request to another one"))
         if leftover:
             await asyncio.wait([running.task for running in leftover])
+
+    async def close(self) -> None:
+        await self.drain(0.0)
+        self._kept.close()
 
     def _check_n(self, request: GenerateRequest, tenant: str) -> None:
         request.check_n()
@@ -184,24 +218,28 @@ class FrontDoor:
             choices.append(replace(accepted, node_request_id=node_id, sampling=drawing))
         return choices
 
-    def _start(self, accepted: list[AcceptedRequest], client_id: str) -> RunningRequest:
-        running = RunningRequest(accepted[0], self._metrics, len(accepted))
+    def _start(self, accepted: list[AcceptedRequest], request: GenerateRequest) -> Answering:
+        sampling, tenant = accepted[0].sampling, accepted[0].tenant
+        log = self._kept.make_log(request, sampling) if request.keep_s else None
+        running = RunningRequest(accepted[0], self._metrics, len(accepted), log)
         flows = [self._flow(running, index, choice) for index, choice in enumerate(accepted)]
+        self._terms.admit(flows, request.request_id, self._now())
         choices = Choices(flows, self._admission, running.choice_finished)
-        choices.enter(client_id, self._now())
+        choices.enter(request.request_id, self._now())
         self._running[running.accepted.request_id] = running
-        running.start(choices, self._config.request_timeout_s)
+        running.start(choices, self._terms.tally(flows[0].state.accepted), self._config.request_timeout_s)
         running.task.add_done_callback(lambda _: self._ended(running))
-        return running
+        return running if log is None else self._kept.add(request, sampling, tenant, log, running.cancel)
 
     def _flow(self, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
         answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids, index)
+        state = RequestState(accepted, answer, time.monotonic())
         return Flow(
-            RequestState(accepted, answer, time.monotonic()),
+            state,
             self._cluster,
             self._admission,
             self._limits_of(accepted.tenant),
-            Lifetime(self._metrics.edge),
+            Lifetime(partial(self._took, state)),
             emit=running.emit,
             on_retry=self._metrics.retried,
         )
@@ -210,8 +248,15 @@ class FrontDoor:
         most_s = self._limits.max_queue_wait_s
         return replace(self._limits, max_queue_wait_s=min(self._policies.of(tenant).max_wait_s or most_s, most_s))
 
+    def _took(self, state: RequestState, edge: Edge, before: Stage | None, after: Stage, detail: str) -> None:
+        self._metrics.edge(edge, before, after)
+        state.steps.take(edge, before, after, detail)
+
     def _ended(self, running: RunningRequest) -> None:
-        del self._running[running.accepted.request_id]
+        request_id = running.accepted.request_id
+        del self._running[request_id]
+        self._kept.ended(request_id)
+        self._ended_lately.add(running.explain(), self._now())
         self._admission.changed()
 
     def _usable(self, role: Role) -> bool:
@@ -220,6 +265,10 @@ class FrontDoor:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, then)
 
 
 def _settle_request_id(request_id: str) -> RequestId:

@@ -18,10 +18,13 @@ from coordinator.members import Members
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.places import Places
+from coordinator.policy_metrics import PolicyMetrics
+from coordinator.prefix_index_metrics import PrefixIndexCollector
 from coordinator.retry_advice import RetryAdvice
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
 from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
+from coordinator.terms import Terms
 from coordinator.text import Text
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
@@ -53,15 +56,19 @@ class Coordinator:
         self._readiness: Readiness | None = None
         self._nodes = Nodes()
         members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
-        self._cluster = Cluster(members, self._nodes, self._changed)
+        self._cluster = Cluster(members, self._nodes, self._changed, config.prefix_index_blocks)
         self._metrics = CoordinatorMetrics(registry)
+        PrefixIndexCollector(registry, self._cluster.caches)
         policies = parse_policies(config.tenants)
         if identify is _KNOWS_NOBODY:
             _warn_of_strangers(policies)
         self._admission = _admission(config, policies, self._metrics)
         self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
         salts = Salts(read_secret(config.cluster_secret_file))
-        self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies)
+        terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
+        self.door = FrontDoor(
+            config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies, terms
+        )
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
         self._membership = ClusterService(self._cluster, self.door, instance_id)
 
@@ -80,7 +87,7 @@ class Coordinator:
             self._cluster.will_end_streams()
 
     async def close(self) -> None:
-        await self.door.drain(0.0)
+        await self.door.close()
         self._cluster.close()
         await self._nodes.close()
         self._text.close()

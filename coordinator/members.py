@@ -17,12 +17,14 @@ COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
 
 @dataclass(slots=True)
 class Member:
-    """One node. `num_assigned` counts requests this coordinator sent it since its last status."""
+    """One node. `num_assigned` counts requests this coordinator sent it since its last status, `num_assigned_tokens`
+    the uncached tokens of prompts that it is to compute for them."""
 
     info: NodeInfo
     status: NodeStatus
     last_seen: float
     num_assigned: int = 0
+    num_assigned_tokens: int = 0
 
     @property
     def usable(self) -> bool:
@@ -66,8 +68,11 @@ class Members:
         """Notes a status; True when it may mean more room. Raises StaleError when the node is no member."""
         if not self.has(member):
             raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
-        changed = member.status != status or member.num_assigned > 0
-        member.status, member.last_seen, member.num_assigned = status, now, 0
+        # How fast it is and how much it has to compute changes with every step, and makes no room.
+        told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
+        changed = member.status != told or member.num_assigned > 0
+        member.status, member.last_seen = status, now
+        member.num_assigned = member.num_assigned_tokens = 0
         return changed
 
     def has(self, member: Member) -> bool:

@@ -10,10 +10,11 @@ import grpc
 from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
+from coordinator.members import COMPUTING_ROLES
 from kvrelay.cluster import ClusterStatus, NodeReport
-from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvrelay.rpc import convert_cluster, convert_inference
+from kvrelay.rpc import convert_cluster, convert_explain, convert_inference
 from kvrelay.types import InstanceId
 
 SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
@@ -32,12 +33,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         wanted = convert_inference.generate_request_from_pb(request)
-        running = await self._door.accept(wanted, self._identify(context))
+        answer = await self._door.accept(wanted, self._identify(context))
         try:
-            async for event in running.events():
+            async for event in answer.events():
                 yield convert_inference.generate_event_to_pb(event)
         finally:
-            running.cancel("the client went away")  # does nothing when the request is over
+            answer.left()  # does nothing when the request is over
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
@@ -59,16 +60,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model = convert_cluster.model_info_to_pb(self._door.model(request.model))
         return inference_pb2.GetModelReply(model=model, default_max_tokens=self._default_max_tokens)
 
-    async def Cancel(
-        self, request: inference_pb2.CancelRequest, context: grpc.ServicerContext
-    ) -> inference_pb2.CancelReply:
-        self._door.cancel(request.request_id)
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelReply:
+        self._door.cancel(request.request_id, self._identify(context))
         return inference_pb2.CancelReply()
 
-    async def Explain(
-        self, request: inference_pb2.ExplainRequest, context: grpc.ServicerContext
-    ) -> inference_pb2.ExplainReply:
-        raise NotFoundError(f"no request with the id {request.request_id[:128]!r} is known")
+    async def Explain(self, request: inference_pb2.ExplainRequest, context: Context) -> inference_pb2.ExplainReply:
+        explanation = self._door.explain(request.request_id, self._identify(context))
+        return convert_explain.explanation_to_pb(explanation)
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
@@ -90,10 +88,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                     member = self._cluster.join(convert_cluster.node_info_from_pb(event.joined))
                     accepted = cluster_pb2.JoinAccepted(coordinator_instance_id=self._instance_id)
                     yield cluster_pb2.JoinEvent(accepted=accepted)
+                    if member.info.role in COMPUTING_ROLES:
+                        yield cluster_pb2.JoinEvent(resync=cluster_pb2.Resync())
                 elif event.WhichOneof("event") == "status" and member is not None:
                     self._cluster.update(member, convert_cluster.node_status_from_pb(event.status))
+                elif event.WhichOneof("event") == "cache" and member is not None:
+                    if self._cluster.cache_told(member, convert_cluster.cache_events_from_pb(event.cache)):
+                        yield cluster_pb2.JoinEvent(resync=cluster_pb2.Resync())
                 else:
-                    raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus events")
+                    raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus and CacheEvents")
         finally:
             if member is not None:
                 self._cluster.disconnect(member)

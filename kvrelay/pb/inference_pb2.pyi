@@ -89,7 +89,9 @@ class GenerateRequest(_message.Message):
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique among running requests; 1 to 128 printable ASCII characters; empty: the coordinator chooses one."""
+    """Unique among requests that run or whose answers are kept; 1 to 128 printable ASCII characters; empty: the coordinator
+    chooses one.
+    """
     model: _builtins.str
     """A served model's name; empty: the only one."""
     text: _builtins.str

@@ -71,7 +71,8 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
-        A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
+        A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds, at once or
+        after keep_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,7 +100,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a running request by id. NOT_FOUND when none runs under it.
+        """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,9 +50,13 @@ class DecodeClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = decode_pb2_grpc.DecodeStub(channel)
 
-    async def reserve(self, request: NodeRequest, num_tokens: int, timeout_s: float) -> ReservationGranted:
-        """Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
-        call = self._stub.Reserve(convert_decode.reserve_request_to_pb(request, num_tokens), timeout=timeout_s)
+    async def reserve(
+        self, request: NodeRequest, num_tokens: int, timeout_s: float, *, num_tokens_now: int = 0
+    ) -> ReservationGranted:
+        """Room for `num_tokens` positions, of which `num_tokens_now` are set aside at once (0: as the node's limits
+        say). Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
+        wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_tokens_now)
+        call = self._stub.Reserve(wire, timeout=timeout_s)
         return await answer(call, convert_decode.reservation_granted_from_pb)
 
     async def fork(

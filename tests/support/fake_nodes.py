@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import (
     AlreadyCommittedError,
     InvalidRequestError,
@@ -98,6 +98,8 @@ class FakeNode:
         self.instance_id = InstanceId(instance_id)
         self.num_blocks = num_blocks
         self.num_slots_free = 4
+        self.num_waiting_tokens = 0
+        self.rates = NodeRates()  # what it says it measured
         self.ready = True
         self.model: ModelInfo = MODEL
         self.at = {name: Stage() for name in self.stages}
@@ -157,7 +159,13 @@ class FakeNode:
         raise NotImplementedError
 
     def status(self) -> NodeStatus:
-        return NodeStatus(ready=self.ready, blocks=self.blocks(), num_slots_free=self.num_slots_free)
+        return NodeStatus(
+            ready=self.ready,
+            blocks=self.blocks(),
+            num_slots_free=self.num_slots_free,
+            num_waiting_tokens=self.num_waiting_tokens,
+            rates=self.rates,
+        )
 
     def tell(self) -> None:
         """State changed: whoever waits for it looks, and the coordinator hears of it."""
@@ -227,9 +235,9 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
+        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
         await self._reach("reserve")
-        num_blocks = MODEL.layout.blocks_for(num_tokens)
+        num_blocks = MODEL.layout.blocks_for(num_tokens_now or num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
             raise OverloadedError(f"{num_blocks} blocks are not to be had now")
         self.requests.append(node_request)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.members import Members
-from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.kv.layout import KVLayout
 from kvrelay.types import BlockCounts, InstanceId, Role
@@ -37,9 +37,18 @@ def test_status_after_an_assignment_counts_as_change() -> None:
     members = Members(timeout_s=3.0)
     member = members.join(node(), now=0.0)
     members.update(member, READY, now=0.1)
-    member.num_assigned = 2
+    member.num_assigned, member.num_assigned_tokens = 2, 300
     assert members.update(member, READY, now=0.2)
-    assert member.num_assigned == 0
+    assert (member.num_assigned, member.num_assigned_tokens) == (0, 0)
+
+
+def test_a_node_that_got_faster_or_further_has_no_more_room_for_it() -> None:
+    members = Members(timeout_s=3.0)
+    member = members.join(node(), now=0.0)
+    members.update(member, READY, now=0.1)
+    status = replace(READY, rates=NodeRates(prefill_tokens_per_s=100.0), num_waiting_tokens=5)
+    assert not members.update(member, status, now=0.2)
+    assert member.status == status
 
 
 def test_silence_ends_membership() -> None:
