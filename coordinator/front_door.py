@@ -89,8 +89,7 @@ class FrontDoor:
         """Empty when a request sent now would be served."""
         if self._draining:
             return "draining"
-        missing = [role.value for role in (Role.PREFILL_NODE, Role.DECODE_NODE) if not self._usable(role)]
-        return f"no {' and no '.join(missing)} is ready" if missing else ""
+        return self._cluster.members.why_not_ready
 
     def model(self, name: str) -> ModelInfo:
         """What is served under a name. Raises UnknownModelError, or UnavailableError while no node serves it."""
@@ -214,9 +213,6 @@ class FrontDoor:
     def _ended(self, running: RunningRequest) -> None:
         del self._running[running.accepted.request_id]
         self._admission.changed()
-
-    def _usable(self, role: Role) -> bool:
-        return bool(self._cluster.members.usable(role))
 
     @staticmethod
     def _now() -> float:

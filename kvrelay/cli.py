@@ -26,6 +26,7 @@ COMMANDS = {
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
+    "weight": Command("change a node's part of the requests while it runs; 0: nothing new", "kvrelay.weight:main"),
     "store": Command(
         "look after the KV stores: stats, ls, verify, compact, evict, pin, warm", "kvrelay.store_command:main"
     ),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Never, TypeVar
 
 from kvrelay.errors import ConfigError
+from kvrelay.limits import MAX_WEIGHT
 from kvrelay.types import Role
 
 T = TypeVar("T")
@@ -124,6 +125,13 @@ class NodeConfig(RoleConfig):
         unit="store",
     )
     kvstore_replicas: int = option(1, "kvstores that keep each prompt's blocks, of those that are there", minimum=1)
+    weight: float = option(
+        1.0,
+        "the node's part of the requests beside other nodes' weights, until `kvrelay weight` changes it; 0: it takes "
+        "nothing new",
+        minimum=0.0,
+        maximum=MAX_WEIGHT,
+    )
     watchdog_s: float = option(
         10.0, "longest step before the node calls itself stuck and gives its requests up", unit="s", minimum=0.1
     )

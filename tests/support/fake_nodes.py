@@ -37,6 +37,7 @@ from kvrelay.messages import (
 from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.memberships import Memberships
+from kvrelay.rpc.node_service import NodeService
 from kvrelay.rpc.server import make_server
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
@@ -99,12 +100,14 @@ class FakeNode:
         self.num_blocks = num_blocks
         self.num_slots_free = 4
         self.ready = True
+        self.draining = False
         self.model: ModelInfo = MODEL
         self.at = {name: Stage() for name in self.stages}
         self.reached: Counter[str] = Counter()
         self.requests: list[NodeRequest] = []
         self.time_limits_s: list[float | None] = []  # what each streaming call had left when it came
         self.address = ""
+        self.control = NodeService(1.0, self.tell)
         self._changed = asyncio.Event()
         self._coordinators: tuple[str, ...] = ()
         self._server: grpc.aio.Server | None = None
@@ -113,6 +116,7 @@ class FakeNode:
     async def start(self, *coordinators: str, port: int = 0) -> None:
         self._server = make_server()
         self.register(self._server)
+        self.control.register(self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
         self._coordinators = coordinators
@@ -157,7 +161,13 @@ class FakeNode:
         raise NotImplementedError
 
     def status(self) -> NodeStatus:
-        return NodeStatus(ready=self.ready, blocks=self.blocks(), num_slots_free=self.num_slots_free)
+        return NodeStatus(
+            ready=self.ready,
+            draining=self.draining,
+            blocks=self.blocks(),
+            num_slots_free=self.num_slots_free,
+            weight=self.control.weight,
+        )
 
     def tell(self) -> None:
         """State changed: whoever waits for it looks, and the coordinator hears of it."""
