@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvrelay.cluster import ClusterStatus, ModelInfo
+from kvrelay.cluster import ClusterStatus, ListedModel, ModelInfo
 from kvrelay.errors import UnavailableError
 from kvrelay.inference import (
     ChoiceFinished,
@@ -113,6 +113,11 @@ class AsyncClient:
         call = self._inference.GetModel(inference_pb2.GetModelRequest(model=model), timeout=self._timeout_s)
         return await answer(call, lambda reply: convert_cluster.model_info_from_pb(reply.model))
 
+    async def list_models(self) -> tuple[ListedModel, ...]:
+        """All that are served, ready or not, in the order of the coordinator's settings."""
+        call = self._inference.ListModels(inference_pb2.ListModelsRequest(), timeout=self._timeout_s)
+        return await answer(call, lambda reply: tuple(map(convert_inference.listed_model_from_pb, reply.models)))
+
     async def cancel(self, request_id: str) -> None:
         """Raises NotFoundError when no such request runs."""
         call = self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=self._timeout_s)
@@ -209,6 +214,9 @@ class Client:
 
     def get_model(self, model: str = "") -> ModelInfo:
         return self._wait(self._client.get_model(model))
+
+    def list_models(self) -> tuple[ListedModel, ...]:
+        return self._wait(self._client.list_models())
 
     def cancel(self, request_id: str) -> None:
         self._wait(self._client.cancel(request_id))

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Never, TypeVar
 
 from kvrelay.errors import ConfigError
@@ -97,7 +98,10 @@ class NodeConfig(RoleConfig):
     """What prefill and decode nodes have in common."""
 
     model: Path = option(help="a GGUF file or a Hugging Face directory")
-    model_name: str = option("", "name in this node's reports (clients ask by the coordinator's); default: the file's")
+    model_name: str = option(
+        "",
+        "name of what this node serves; where its coordinators serve several models, which one; default: the file's",
+    )
     dtype: str = option("bfloat16", "type of weights, KV and computation", choices=("bfloat16", "float16", "float32"))
     weights: str = option(
         "file",
@@ -217,10 +221,16 @@ class _Field:
 def _fields(cls: type[Any]) -> dict[str, _Field]:
     hints = typing.get_type_hints(cls)
     return {
-        field.name: _Field(field.name, hints[field.name], field.default, field.metadata["option"])
+        field.name: _Field(field.name, _without_none(hints[field.name]), field.default, field.metadata["option"])
         for field in dataclasses.fields(cls)
         if "option" in field.metadata
     }
+
+
+def _without_none(hint: Any) -> Any:
+    """The type of what is given, of a field that is None where nothing is."""
+    given = [one for one in typing.get_args(hint) if one is not NoneType] if isinstance(hint, UnionType) else [hint]
+    return given[0]
 
 
 def _argument(field: _Field) -> dict[str, Any]:
@@ -254,6 +264,8 @@ def _show(field: _Field, value: Any) -> str:
         return show_size(value)
     if _takes_many(field):
         return ",".join(value)
+    if value is None:
+        return ""
     return str(value).lower() if field.type is bool else str(value)
 
 

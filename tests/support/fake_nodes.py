@@ -1,7 +1,8 @@
 """Prefill and decode nodes without a model, on real gRPC servers: they follow a script and know what they hold.
 
-The n-th token of any answer is `ANSWER_IDS[n]`, wherever it is computed, so an answer put together from two nodes can
-be compared with the whole. A node that is asked to go on after wrong tokens refuses.
+The n-th token of any answer is `ANSWER_IDS[n]` (of a node's own `answer_ids`, where it serves another model), wherever
+it is computed, so an answer put together from two nodes can be compared with the whole. A node that is asked to go on
+after wrong tokens refuses.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class FakeNode:
         self.ready = True
         self.draining = False
         self.model: ModelInfo = MODEL
+        self.answer_ids: tuple[int, ...] = ANSWER_IDS
         self.at = {name: Stage() for name in self.stages}
         self.reached: Counter[str] = Counter()
         self.requests: list[NodeRequest] = []
@@ -239,7 +241,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
         node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
         await self._reach("reserve")
-        num_blocks = MODEL.layout.blocks_for(num_tokens)
+        num_blocks = self.model.layout.blocks_for(num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
             raise OverloadedError(f"{num_blocks} blocks are not to be had now")
         self.requests.append(node_request)
@@ -279,12 +281,12 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         self, request: NodeRequest, *, compute_tail: bool
     ) -> AsyncIterator[TokensDecoded | DecodeFinished]:
         output = request.token_ids[request.num_prompt_tokens :]
-        if output != ANSWER_IDS[: len(output)]:
+        if output != self.answer_ids[: len(output)]:
             raise InvalidRequestError(f"{output} is not how the answer begins")
-        for number in range(len(output), len(ANSWER_IDS)):
+        for number in range(len(output), len(self.answer_ids)):
             await self._reach("token")
-            token_id = ANSWER_IDS[number]
-            yield TokensDecoded((generated(request, number),))
+            token_id = self.answer_ids[number]
+            yield TokensDecoded((generated(request, number, self.answer_ids),))
             reason = finish_reason(request, token_id, number + 1)
             if reason is not None:
                 await self._reach("finish")
@@ -344,7 +346,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
     def _finished(self, request: NodeRequest, target: HandoffTarget | None) -> PrefillFinished:
         number = len(request.token_ids) - request.num_prompt_tokens
         return PrefillFinished(
-            first_token=generated(request, number),
+            first_token=generated(request, number, self.answer_ids),
             cached=self.cached,
             compute_s=0.5,
             handoff_s=0.125 if target else 0.0,
@@ -358,9 +360,9 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
         raise StaleError(f"decode node {address} is not there")
 
 
-def generated(request: NodeRequest, number: int) -> GeneratedToken:
+def generated(request: NodeRequest, number: int, answer_ids: tuple[int, ...] = ANSWER_IDS) -> GeneratedToken:
     """The answer's token; asked for log-probabilities, its own is -1 for the first, -2 for the second and so on."""
-    token_id = ANSWER_IDS[number]
+    token_id = answer_ids[number]
     if request.sampling.logprobs is None:
         return GeneratedToken(token_id)
     chosen = TokenLogprob(token_id, -1.0 - number)
