@@ -39,8 +39,8 @@ _KNOWS_NOBODY = identify
 class Coordinator:
     """Ready while some model has a ready prefill node and a ready decode node.
 
-    Raises ModelFileError for a bad tokenizer, ConfigError where settings contradict each other, or for a secret that cannot
-    be read.
+    Raises ModelFileError for a bad tokenizer, ConfigError for settings that contradict each other or a secret that
+    cannot be read.
     """
 
     service_names = SERVICE_NAMES
