@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from coordinator.lifetime import Edge, Stage
 from kvrelay.inference import RequestFinished
 from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
-from kvrelay.types import FinishReason
+from kvrelay.types import FinishReason, Role
 
 MAX_TENANT_LABELS = 50
 OTHER_TENANTS = "other"
@@ -59,6 +59,7 @@ class CoordinatorMetrics:
             "Nodes and links between two that failed lately and are asked last.",
             registry=registry,
         )
+        self._usable_nodes = gauge("kvrelay_usable_nodes", "Nodes that take new work.", "model", "role")
         self._running = Gauge("kvrelay_requests_running", "Answers that nodes compute.", registry=registry)
         self._waiting = Gauge("kvrelay_requests_waiting", "Answers that wait for room.", registry=registry)
         self._queued = gauge(
@@ -81,6 +82,10 @@ class CoordinatorMetrics:
 
     def attached(self) -> None:
         self._attached.inc()
+
+    def usable_nodes(self, model: str, role: Role, num_nodes: int) -> None:
+        """Of one of the coordinator's models."""
+        self._usable_nodes.labels(model, role.value).set(num_nodes)
 
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvrelay.cluster import ClusterStatus, ModelInfo
+from kvrelay.cluster import ClusterStatus, ListedModel, ModelInfo
 from kvrelay.delivered import AnswerEvent as AnswerEvent
 from kvrelay.errors import InvalidRequestError, NotFoundError, UnavailableError
 from kvrelay.explanation import Explanation
@@ -123,6 +123,10 @@ class AsyncClient:
 
     async def get_model(self, model: str = "") -> ModelInfo:
         return await self._ask(lambda one, timeout_s: one.get_model(model, timeout_s))
+
+    async def list_models(self) -> tuple[ListedModel, ...]:
+        """All that are served, ready or not, in the order of the coordinator's settings."""
+        return await self._ask(lambda one, timeout_s: one.list_models(timeout_s))
 
     async def cancel(self, request_id: str) -> None:
         """On every coordinator that has it. Raises NotFoundError when no such request runs."""
@@ -240,6 +244,9 @@ class Client:
 
     def get_model(self, model: str = "") -> ModelInfo:
         return self._wait(self._client.get_model(model))
+
+    def list_models(self) -> tuple[ListedModel, ...]:
+        return self._wait(self._client.list_models())
 
     def cancel(self, request_id: str) -> None:
         self._wait(self._client.cancel(request_id))

@@ -17,13 +17,14 @@ from prometheus_client import CollectorRegistry
 from bench.coordinator.fake_nodes import MODEL
 from bench.coordinator.plan import DECISIONS, Setting
 from bench.coordinator.stamps import FIRST_ID, NUM_IDS
+from bench.engine.launch import WorkerFailedError
 from bench.engine.table import percentile
 from bench.handoff.samples import Bar, Samples
 from coordinator.config import CoordinatorConfig
 from coordinator.main import Coordinator
 from coordinator.tenants import Tenant
 from kvrelay.cluster import NodeInfo, NodeRates, NodeStatus
-from kvrelay.inference import GenerateRequest, TokenPrompt
+from kvrelay.inference import GenerateRequest, RequestFinished, TokenPrompt
 from kvrelay.messages import (
     DecodeFinished,
     PrefillFinished,
@@ -35,7 +36,6 @@ from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
 
 SIZES = (2, 1_000)  # nodes, half of each kind
-NUM_CONVERSATIONS = 200  # whose beginnings are cached somewhere
 PREFIX_TOKENS = 1_024
 PROMPT_TOKENS = 1_100
 ANSWER_TOKENS = 2
@@ -71,15 +71,17 @@ async def _measure(setting: Setting, num_nodes: int, seed: int) -> dict[str, lis
     members = [cluster.join(_info(number)) for number in range(num_nodes)]
     for member in members:
         cluster.update(member, _status(draw))
-    prefixes = [_token_ids(draw, PREFIX_TOKENS) for _ in range(NUM_CONVERSATIONS)]
+    num_warm_up = setting.effort.num_decisions // 2  # requests that leave their prompts in caches
+    prefixes = [_token_ids(draw, PREFIX_TOKENS) for _ in range(num_warm_up)]
     times_s: dict[str, list[float]] = {DECIDE: [], STATUS: []}
     sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    for _ in range(NUM_CONVERSATIONS + setting.effort.num_decisions):
+    for _ in range(num_warm_up + setting.effort.num_decisions):
         prompt = TokenPrompt((*draw.choice(prefixes), *_token_ids(draw, PROMPT_TOKENS - PREFIX_TOKENS)))
         began = time.perf_counter()
         running = await app.door.accept(GenerateRequest(prompt, sampling), Tenant())
-        async for _ in running.events():
-            pass
+        events = [event async for event in running.events()]
+        if not isinstance(events[-1], RequestFinished):
+            raise WorkerFailedError(f"a request did not finish: {events[-1]}")
         times_s[DECIDE].append(nodes.asked_at - began)
         member = draw.choice(members)
         status = _status(draw)
@@ -87,7 +89,7 @@ async def _measure(setting: Setting, num_nodes: int, seed: int) -> dict[str, lis
         cluster.update(member, status)
         times_s[STATUS].append(time.perf_counter() - began)
     await app.close()
-    return {line: values[NUM_CONVERSATIONS:] for line, values in times_s.items()}
+    return {line: values[num_warm_up:] for line, values in times_s.items()}
 
 
 class InstantNodes:
@@ -95,7 +97,7 @@ class InstantNodes:
 
     asked_at = 0.0
 
-    async def reserve(self, address: str, request: object, num_tokens: int) -> ReservationGranted:
+    async def reserve(self, address: str, *request: object) -> ReservationGranted:
         self.asked_at = time.perf_counter()
         return ReservationGranted(ReservationId("r"), InstanceId(address), 0, 10.0)
 

@@ -41,7 +41,9 @@ class InferenceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeReply]
     """Turns token ids into text."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelReply]
-    """Says what is served."""
+    """Says what is served under a name."""
+    ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsReply]
+    """Says what is served under which names, ready or not."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelReply]
     """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainReply]
@@ -62,7 +64,9 @@ class InferenceAsyncStub(InferenceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeReply]  # type: ignore[assignment]
     """Turns token ids into text."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelReply]  # type: ignore[assignment]
-    """Says what is served."""
+    """Says what is served under a name."""
+    ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsReply]  # type: ignore[assignment]
+    """Says what is served under which names, ready or not."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelReply]  # type: ignore[assignment]
     """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainReply]  # type: ignore[assignment]
@@ -104,7 +108,15 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelReply, _abc.Awaitable[_inference_pb2.GetModelReply]]:
-        """Says what is served."""
+        """Says what is served under a name."""
+
+    @_abc_1.abstractmethod
+    def ListModels(
+        self,
+        request: _inference_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListModelsReply, _abc.Awaitable[_inference_pb2.ListModelsReply]]:
+        """Says what is served under which names, ready or not."""
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrelay.cluster import ListedModel
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
@@ -20,6 +21,7 @@ from kvrelay.inference import (
     Usage,
 )
 from kvrelay.pb import inference_pb2, types_pb2
+from kvrelay.rpc.convert_cluster import model_info_from_pb, model_info_to_pb
 from kvrelay.rpc.convert_errors import error_from_pb
 from kvrelay.rpc.convert_types import (
     cached_tokens_from_pb,
@@ -253,3 +255,13 @@ def _finished_from_pb(wire: inference_pb2.RequestFinished) -> RequestFinished:
         retries=wire.retries,
         prefix_hash=wire.prefix_hash,
     )
+
+
+def listed_model_to_pb(model: ListedModel) -> inference_pb2.ListedModel:
+    info = model_info_to_pb(model.info) if model.info else None
+    return inference_pb2.ListedModel(name=model.name, model=info, ready=model.ready)
+
+
+def listed_model_from_pb(wire: inference_pb2.ListedModel) -> ListedModel:
+    info = model_info_from_pb(wire.model) if wire.HasField("model") else None
+    return ListedModel(wire.name, info, wire.ready)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.cluster import ClusterStatus, ModelInfo
+from kvrelay.cluster import ClusterStatus, ListedModel, ModelInfo
 from kvrelay.errors import UnavailableError
 from kvrelay.explanation import Explanation
 from kvrelay.inference import GenerateEvent, GenerateRequest, Prompt
@@ -42,6 +42,10 @@ class CoordinatorClient:
     async def get_model(self, model: str, timeout_s: float) -> ModelInfo:
         call = self._inference.GetModel(inference_pb2.GetModelRequest(model=model), timeout=timeout_s)
         return await answer(call, lambda reply: convert_cluster.model_info_from_pb(reply.model))
+
+    async def list_models(self, timeout_s: float) -> tuple[ListedModel, ...]:
+        call = self._inference.ListModels(inference_pb2.ListModelsRequest(), timeout=timeout_s)
+        return await answer(call, lambda reply: tuple(map(convert_inference.listed_model_from_pb, reply.models)))
 
     async def cancel(self, request_id: str, timeout_s: float) -> None:
         call = self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=timeout_s)

@@ -71,6 +71,7 @@ RANKS = {
     "kvrelay.store_work": 7,
     "kvrelay.up": 7,
     "kvrelay.warm_prompts": 7,
+    "kvrelay.weight": 7,
 }
 TORCH_RANKS = (4, 5)  # and the roles that compute
 TORCH_ROLES = ("prefill_node", "decode_node")
