@@ -188,7 +188,7 @@ class Cluster:
 
     def _change(self) -> None:
         for role in COMPUTING_ROLES:
-            self.presence.update(role, bool(self.members.usable(role)), self._now())
+            self.presence.update(role, bool(self.members.num_usable(role)), self._now())
         self._on_change()
 
     def _set_timer(self) -> None:

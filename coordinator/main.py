@@ -110,7 +110,7 @@ class Coordinator:
         model = self._models.find(name)
         model.admission.changed()
         for role in COMPUTING_ROLES:
-            self._metrics.usable_nodes(name, role, len(model.cluster.members.usable(role)))
+            self._metrics.usable_nodes(name, role, model.cluster.members.num_usable(role))
         if self._readiness is not None:
             why_not = self.door.why_not_ready()
             self._readiness.set(not why_not, why_not)
