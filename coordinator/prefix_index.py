@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from coordinator.holders import Holders, keys_of
+from coordinator.holders import SHARD_SHIFT, Holders, keys_of
 from coordinator.node_bits import NodeBits
 from kvrelay.cluster import CacheCleared, CacheEvent, CacheEvents, CacheRemoved, CacheStored
 from kvrelay.types import BlockHash, InstanceId
@@ -107,17 +107,20 @@ class PrefixIndex:
         """Leading blocks that each node has; nodes that have none are left out."""
         self._settle(now)
         matched: dict[InstanceId, int] = {}
-        held, guessed = self._held.of, self._guessed.of
-        guesses = self.num_guessed > 0
-        alive, depth = self._live, 0
+        held, guessed = self._held.lookups, self._guessed.lookups if self.num_guessed else None
+        alive, last, depth = self._live, -1, 0
         for key in keys_of(hashes):
-            still = alive & (held(key) | guessed(key) if guesses else held(key))
-            if still != alive:
-                if depth:
-                    matched.update(dict.fromkeys(self._bits.ids(alive), depth))
-                alive = still
-                if not alive:
-                    return matched
+            nodes = held[key >> SHARD_SHIFT](key, 0)
+            if guessed is not None:
+                nodes |= guessed[key >> SHARD_SHIFT](key, 0)
+            if nodes is not last:  # most blocks are held by the same nodes as the one before
+                last, still = nodes, alive & nodes
+                if still != alive:
+                    if depth:
+                        matched.update(dict.fromkeys(self._bits.ids(alive), depth))
+                    alive = still
+                    if not alive:
+                        return matched
             depth += 1
         if depth:
             matched.update(dict.fromkeys(self._bits.ids(alive), depth))
