@@ -17,6 +17,7 @@ from coordinator.node_bits import NodeBits
 from kvrelay.cluster import CacheCleared, CacheEvent, CacheEvents, CacheRemoved, CacheStored
 from kvrelay.types import BlockHash, InstanceId
 
+MAX_BLOCKS = 1_000_000
 GUESS_S = 20.0
 MAX_GUESSED_BLOCKS = 65_536
 ASK_AGAIN_S = 1.0  # a node whose numbers go wrong again and again is not asked more often
@@ -46,7 +47,7 @@ class PrefixIndex:
     even part of them at least; tails go before what they follow if they were told, or assigned, together.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._bits = NodeBits()
         self._nodes: dict[InstanceId, _Node] = {}
@@ -59,7 +60,8 @@ class PrefixIndex:
         self.num_guessed = 0
         self.num_told = 0  # blocks that nodes told of, those that came and those that went
         self.num_dropped = 0  # for room
-        self.num_resyncs = 0
+        self.num_clears = 0  # a node began to tell of all it has: it joined, was asked, or had too much to tell
+        self.num_resyncs = 0  # it was asked since it lost count
 
     @property
     def num_noted(self) -> int:
@@ -136,6 +138,7 @@ class PrefixIndex:
         match event:
             case CacheCleared():
                 node.tells = True
+                self.num_clears += 1
                 self._leave(node)
                 node.bit = self._take_bit(node.instance_id)
             case CacheStored(hashes):

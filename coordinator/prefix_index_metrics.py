@@ -20,26 +20,22 @@ class PrefixIndexCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        families: list[GaugeMetricFamily | CounterMetricFamily] = [
-            GaugeMetricFamily(
-                "kvrelay_prefix_index_blocks",
-                "Cached blocks that are known, once a node that has them.",
-                labels=["role"],
-            ),
-            CounterMetricFamily(
-                "kvrelay_prefix_index_told_blocks", "Blocks whose coming or going nodes told of.", labels=["role"]
-            ),
-            CounterMetricFamily(
-                "kvrelay_prefix_index_dropped_blocks", "Blocks that were forgotten for want of room.", labels=["role"]
-            ),
-            CounterMetricFamily(
-                "kvrelay_prefix_index_resyncs",
-                "Times a node was asked for all it has, having lost count.",
-                labels=["role"],
-            ),
-        ]
+        blocks = GaugeMetricFamily(
+            "kvrelay_prefix_index_blocks", "Cached blocks that are known, once for each node.", labels=["role"]
+        )
+        told, dropped, clears, resyncs = (
+            CounterMetricFamily(f"kvrelay_prefix_index_{name}", meaning, labels=["role"])
+            for name, meaning in (
+                ("told_blocks", "Blocks that nodes said had come or gone."),
+                ("dropped_blocks", "Blocks that were forgotten for want of room."),
+                ("clears", "Times a node began to tell of all it has: when it joins, is asked, or has much to tell."),
+                ("resyncs", "Times a node was asked for all it has since events were missing."),
+            )
+        )
         for role, index in self._indexes.items():
-            values = (index.num_blocks, index.num_told, index.num_dropped, index.num_resyncs)
-            for family, value in zip(families, values, strict=True):
-                family.add_metric([role.value], value)
-        return families
+            blocks.add_metric([role.value], index.num_blocks)
+            told.add_metric([role.value], index.num_told)
+            dropped.add_metric([role.value], index.num_dropped)
+            clears.add_metric([role.value], index.num_clears)
+            resyncs.add_metric([role.value], index.num_resyncs)
+        return (blocks, told, dropped, clears, resyncs)
