@@ -10,7 +10,7 @@ from kvrelay.cluster import CacheCleared, CacheEvent, CacheEvents, CacheRemoved,
 from kvrelay.types import BlockHash
 
 MAX_PENDING = 32_768  # hashes that wait for a slow listener; with more, it hears of everything again
-MAX_MESSAGE_HASHES = 4_096  # 136 KiB on the wire
+MAX_MESSAGE_HASHES = 1_024  # 34 KiB on the wire, and a millisecond of a coordinator
 
 
 class CacheFeed:
