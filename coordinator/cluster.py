@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from coordinator.circuits import Circuits, Party, answers
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
-from coordinator.prefix_index import PrefixIndex
+from coordinator.prefix_index import MAX_BLOCKS, PrefixIndex
 from coordinator.presence import Presence
 from kvrelay.cluster import CacheEvents, NodeInfo, NodeStatus
 from kvrelay.errors import InvalidRequestError, KVRelayError, StaleError, UnavailableError
@@ -19,7 +19,6 @@ from kvrelay.types import BlockHash, InstanceId, Role
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_INDEXED_BLOCKS = 1_000_000  # of each role
 LOOK_AGAIN_S = 0.5  # until what found no room tries again although no status told of any
 
 
@@ -31,7 +30,7 @@ class Cluster:
         members: Members,
         nodes: Nodes,
         on_change: Callable[[], None],
-        max_indexed_blocks: int = DEFAULT_INDEXED_BLOCKS,
+        max_indexed_blocks: int = MAX_BLOCKS,
     ) -> None:
         self.members = members
         self.nodes = nodes
