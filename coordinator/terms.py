@@ -54,7 +54,7 @@ class Terms:
             priority=policy.priority if request.priority is None else request.priority,
             targets=targets_of(request, policy),
             best_effort=request.best_effort,
-            expected_tokens=self._lengths.expected(accepted.tenant, most) if self._reserves_expected else 0,
+            expected_tokens=self._lengths.expected(_queue_of(accepted), most) if self._reserves_expected else 0,
         )
 
     def admit(self, flows: Sequence[Flow], client_id: str, now: float) -> None:
@@ -67,7 +67,7 @@ class Terms:
             num_more = (len(flows) - 1) * (accepted.sampling.max_tokens or 0)
             prediction = replace(one, num_tokens=one.num_tokens + num_more, num_positions=one.num_positions + num_more)
             in_reach = self._slo.check(
-                accepted.tenant, client_id, accepted.targets, prediction, now, best_effort=accepted.best_effort
+                _queue_of(accepted), client_id, accepted.targets, prediction, now, best_effort=accepted.best_effort
             )
         if not in_reach:
             for flow in flows:
@@ -77,7 +77,7 @@ class Terms:
         """For a request that was admitted."""
 
         def on_answer(num_tokens: int, seconds: float) -> None:
-            self._lengths.note(accepted.tenant, num_tokens)
+            self._lengths.note(_queue_of(accepted), num_tokens)
             self._slo.note_answer(seconds)
 
         return Tally(
@@ -87,3 +87,7 @@ class Terms:
             partial(self._budgets.spend, accepted.tenant),
             on_answer,
         )
+
+
+def _queue_of(accepted: AcceptedRequest) -> tuple[str, str]:
+    return accepted.tenant, accepted.model.name
