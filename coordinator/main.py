@@ -60,6 +60,7 @@ class Coordinator:
             _warn_of_strangers(policies)
         self._admission = _admission(config, policies, self._metrics)
         self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
+        self._cluster.foresight.on_came = self._metrics.came
         salts = Salts(read_secret(config.cluster_secret_file))
         self.door = FrontDoor(config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
 from coordinator.circuits import Party
+from coordinator.foresight import Foretold
 from coordinator.members import Member
 from coordinator.tenants import CacheScope
 from kvrelay.cluster import ModelInfo
@@ -61,6 +62,7 @@ class RequestState:
         self.answer = answer
         self.account = Account(now)
         self.avoid: set[Party] = set()
+        self.foretold: Foretold | None = None  # of the last placement; None where nothing was measured
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)
