@@ -209,13 +209,15 @@ class PairCosts:
             avoid=_nodes(self._avoid),
         )
 
-    def _key(self, pair: Pair) -> tuple[bool, bool, bool, float, int, int, InstanceId]:
+    def _key(self, pair: Pair) -> tuple[bool, bool, bool, bool, bool, float, int, int, InstanceId]:
         assert pair.decode is not None
         decode, instance_id = pair.decode, pair.decode.info.instance_id
         avoided, suspect = self._failed(pair)
         return (
-            avoided or (instance_id,) in self._avoid,
-            suspect or (instance_id,) in self._suspects,
+            (instance_id,) in self._avoid,
+            avoided,
+            (instance_id,) in self._suspects,
+            suspect,
             self._is_crowded(decode),
             pair.cost_s,
             decode.standing.num_requests,

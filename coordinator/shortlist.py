@@ -24,6 +24,17 @@ AVOIDED_S = 1e10  # failed this very answer
 Scored = tuple[float, int, InstanceId, Member]
 
 
+class _Uncached(dict[int, int]):
+    """Tokens to compute by blocks cached: of many nodes few numbers differ."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __missing__(self, num_cached: int) -> int:
+        self[num_cached] = num_uncached = self._work.num_uncached(num_cached)
+        return num_uncached
+
+
 def best_prefill(
     members: Sequence[Member],
     work: Work,
@@ -34,11 +45,12 @@ def best_prefill(
 ) -> list[Member]:
     """By when each would have computed the prompt, the best first; `usual_s` is what a token takes a node that has not
     measured it. Of equals the least loaded."""
+    uncached = _Uncached(work)
     cached, num_tokens = work.cached_prefill, work.num_tokens
     scored: list[Scored] = []
     for member in members:
         node, instance_id = member.standing, member.info.instance_id
-        num_uncached = work.num_uncached(cached[instance_id]) if instance_id in cached else num_tokens
+        num_uncached = uncached[cached[instance_id]] if instance_id in cached else num_tokens
         before: float = node.waiting_tokens
         if before > num_uncached * node.num_requests:
             before = tokens_before(node, num_uncached)
@@ -65,6 +77,7 @@ def best_decode(
 
     `num_blocks_now` looks at nothing of a node but its limits' `reserve_output_tokens`.
     """
+    uncached = _Uncached(work)
     cached, num_counted = work.cached_decode, work.num_counted
     num_blocks: dict[int, int] = {}  # to set aside now, by what nodes set aside of an answer
     handed_over: dict[int, float] = {}  # what that costs, by blocks cached
@@ -77,7 +90,7 @@ def best_decode(
         own_s = node.answer_token_s * num_counted + node.waiting_s
         cost_s = own_s / node.weight + handed_over[num_cached]
         if may_compute and node.token_s:
-            num_uncached = work.num_uncached(num_cached) if num_cached else work.num_tokens
+            num_uncached = uncached[num_cached]
             tail_s = num_uncached * node.token_s * (1 + node.num_rows) + node.waiting_s
             tail_s -= num_uncached // -node.prompt_budget * node.step_s
             cost_s = min(cost_s, (own_s + tail_s) / node.weight)
