@@ -88,7 +88,8 @@ def tokens_before(prefill: Standing, num_tokens: int) -> float:
     waiting, num_prompts = prefill.waiting_tokens, prefill.num_requests
     if waiting <= num_tokens * num_prompts:
         return waiting
-    if num_prompts >= prefill.max_prefills and num_tokens > prefill.max_batched_tokens:
+    is_short = num_tokens <= prefill.max_batched_tokens  # for which there are as many places again
+    if num_prompts >= prefill.max_prefills * (1 + is_short):
         return waiting
     return min(waiting, num_tokens * OLDEST_SHARE / (1 - OLDEST_SHARE) + prefill.max_batched_tokens / 2)
 

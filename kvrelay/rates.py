@@ -9,7 +9,8 @@ import math
 
 FORGET = 0.98  # weight of all earlier samples of a line beside the next one: about the last fifty count
 SPREAD = 0.25  # variance of x, a count, from which samples tell more of a line's slope than what was known before
-OUTLIER = 4.0  # a sample counts with at most so many times what the line says: a pause is not the work's
+OUTLIER = 4.0  # a piece counts with at most so many times what the others say: a pause is not the work's
+SMALL = 1 / 16  # of a rate's half amount: a smaller piece may take as long as that for reasons of its own
 NUM_TRUSTED = 8  # samples from which on there is a line to hold the next one against
 
 
@@ -26,6 +27,8 @@ class WorkRate:
         """`amount` took `seconds`. What is not above 0, or no number, says nothing."""
         if not (0 < amount < math.inf and 0 < seconds < math.inf):
             return
+        if self._amount > self._half_amount:
+            seconds = min(seconds, OUTLIER * max(amount, SMALL * self._half_amount) / self.per_s)
         kept = 0.5 ** (amount / self._half_amount)
         self._amount = kept * self._amount + amount
         self._seconds = kept * self._seconds + seconds

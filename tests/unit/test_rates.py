@@ -36,6 +36,15 @@ def test_a_small_slow_piece_counts_as_little_as_it_is() -> None:
     assert rate.per_s == pytest.approx(513 / 0.52, rel=0.01)
 
 
+def test_one_pause_moves_a_rate_little() -> None:
+    """512 tokens at 1,024 a second that take 60 s for once count as four times their 0.5 s."""
+    rate = WorkRate(half_amount=2_048)
+    for _ in range(40):
+        rate.add(512, 0.5)
+    rate.add(512, 60.0)
+    assert 650 < rate.per_s < 750
+
+
 @pytest.mark.parametrize("odd", NO_NUMBERS)
 def test_what_is_no_amount_or_no_time_says_nothing(odd: float) -> None:
     rate = WorkRate(half_amount=1_000)

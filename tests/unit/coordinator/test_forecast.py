@@ -68,9 +68,16 @@ def test_a_short_prompt_passes_longer_ones_but_for_the_oldests_quarter_and_the_s
     assert forecast_handoff(prefill_node(running=2, waiting_tokens=6_000), None, work(4_000), 0.0).queue_s == 6.0
 
 
-def test_a_long_prompt_for_which_there_is_no_place_waits_for_all() -> None:
-    forecast = forecast_handoff(prefill_node(running=4, waiting_tokens=9_000), None, work(600), 0.0)
-    assert forecast.queue_s == 9.0
+@pytest.mark.parametrize(
+    ("num_tokens", "num_prompts", "waits_for_all"), [(600, 3, False), (600, 4, True), (500, 7, False), (500, 8, True)]
+)
+def test_a_prompt_for_which_there_is_no_place_waits_for_all(
+    num_tokens: int, num_prompts: int, waits_for_all: bool
+) -> None:
+    """There are four places, and four more for those that one step of 512 tokens computes."""
+    prefill = prefill_node(running=num_prompts, waiting_tokens=9_000)
+    forecast = forecast_handoff(prefill, None, work(num_tokens), 0.0)
+    assert (forecast.queue_s == 9.0) == waits_for_all
 
 
 def test_one_token_needs_no_handoff_and_no_step() -> None:
