@@ -17,6 +17,7 @@ from coordinator.members import Member
 from coordinator.pair_cost import Pair, PairCosts
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
+from coordinator.router import has_slot
 from coordinator.slo import Prediction
 from kvrelay.errors import KVRelayError, OverloadedError
 from kvrelay.limits import DecodeLimits
