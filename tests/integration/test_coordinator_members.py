@@ -74,7 +74,7 @@ async def test_stream_that_is_no_join() -> None:
 
 
 async def test_readiness_follows_the_nodes() -> None:
-    async with ends(member_timeout_s=0.3) as cluster:
+    async with ends(member_timeout_s=2.0) as cluster:
         assert cluster.readiness.ready
         cluster.decode[0].ready = False
         cluster.decode[0].tell()
