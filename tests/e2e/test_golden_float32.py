@@ -84,7 +84,7 @@ def restart(*roles: object) -> None:
 async def wait_until_stored(cluster: Cluster, tier: str, num_blocks: int) -> None:
     """Offloading is in the background; what the next test needs must have arrived."""
     assert cluster.store is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while cluster.store.metric("kvrelay_store_blocks", tier=tier) < num_blocks:
             await asyncio.sleep(0.05)
 

@@ -97,7 +97,7 @@ async def fill_store(cluster: ProxiedCluster, client: AsyncClient, reference: Re
         await ask_all(client, reference)
         blocks = NUM_PROMPT_BLOCKS * len(PROMPTS)
         await wait_until(
-            lambda: prefill.metric("kvrelay_store_offloaded_total") >= blocks, 20.0, "the prompts are in the store"
+            lambda: prefill.metric("kvrelay_store_offloaded_total") >= blocks, 60.0, "the prompts are in the store"
         )
 
 

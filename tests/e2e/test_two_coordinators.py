@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NUM_NODES = 4
 LEASE_S = 10.0  # a decode node's default
-KEEPALIVE_S = 5.0
+FREED_S = 30.0  # beyond it, keepalive included
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ async def test_kill_9_of_one_ends_its_streams_and_no_other(cluster: Cluster, mod
                 await task
         for number, task in enumerate(kept):
             assert (await task).token_ids == expected(reference, random_prompt(100, 200 + number), 300)
-        async with asyncio.timeout(LEASE_S + KEEPALIVE_S):  # and no new traffic meanwhile
+        async with asyncio.timeout(LEASE_S + FREED_S):  # and no new traffic meanwhile
             while not holds_nothing(await ours.status(), NUM_NODES):
                 await asyncio.sleep(0.1)
         await asyncio.to_thread(cluster.coordinators[0].restart)

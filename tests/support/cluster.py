@@ -151,7 +151,7 @@ class RoleProcess:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of this name whose labels include these; 0 of a counter that nothing was counted in yet.
         Raises LookupError when the role has no such metric."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as reply:
             text = reply.read().decode()
         return sum_of_samples(text, name, labels)
 
