@@ -81,7 +81,9 @@ def restart(*roles: object) -> None:
     for role in roles:
         assert role.stop() == 0  # type: ignore[attr-defined]
     for role in roles:
-        role.restart()  # type: ignore[attr-defined]
+        role.start()  # type: ignore[attr-defined]
+    for role in roles:
+        role.wait_ready()  # type: ignore[attr-defined]
 
 
 async def wait_until_stored(cluster: Cluster, tier: str, num_blocks: int) -> None:

@@ -34,7 +34,7 @@ from tests.support.tiny_requests import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 MAX_MODEL_LEN = 900
 NUM_BLOCKS = 64  # 1,024 tokens: whatever the model takes fits
@@ -215,6 +215,7 @@ async def first_token_s(client: AsyncClient, prompt_ids: tuple[int, ...]) -> flo
     return (await ask(client, prompt_ids, greedy(2))).finished.timing.first_token_s
 
 
+@pytest.mark.alone
 async def test_long_prompts_do_not_set_the_first_token_time_of_short_ones(slow_cluster: Cluster) -> None:
     """sglang#34554, vllm#10774, vllm#57413: one account's long prompts kept everyone's first token waiting. Medians are
     compared with each other, so that a busy machine, which slows both, changes nothing."""
@@ -237,6 +238,7 @@ async def test_long_prompts_do_not_set_the_first_token_time_of_short_ones(slow_c
         await wait_until_quiet(client, NUM_NODES)
 
 
+@pytest.mark.alone
 async def test_streams_go_on_while_a_long_prompt_is_computed(slow_cluster: Cluster) -> None:
     """vllm#1026, vllm-tt-plugin#109: every stream paused for seconds while somebody's long prompt was computed."""
     async with AsyncClient(slow_cluster.address) as client:
