@@ -261,7 +261,7 @@ async def test_the_thousandth_request_costs_what_the_first_hundreds_did(cluster:
         await many(client, scaled(250), None)
         seconds.append(use_of(cluster.coordinator).cpu_s - before)
     logger.info("coordinator's CPU seconds for every %d requests: %s", scaled(250), seconds)
-    assert seconds[-1] < 1.5 * seconds[0] + 0.1
+    assert seconds[-1] < 2.0 * seconds[0] + 0.2
 
 
 async def test_memory_does_not_grow_while_requests_come_and_a_decode_node_is_down(

@@ -16,6 +16,7 @@ from kvrelay.pb import decode_pb2, decode_pb2_grpc
 from kvrelay.rpc import raw
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import error_from_rpc, open_channel
+from tests.support.cluster import free_port
 from tests.support.grpc_ends import connected, serving
 
 ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVRelayError)]
@@ -195,9 +196,7 @@ async def test_a_message_over_the_limit_is_an_invalid_request_and_no_overload() 
 
 
 async def test_a_peer_that_is_not_there_is_unavailable() -> None:
-    async with serving() as port:
-        pass
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with open_channel(f"127.0.0.1:{free_port()}") as channel:
         with pytest.raises(UnavailableError, match="Connection refused"):
             await call(channel, "unary")
 

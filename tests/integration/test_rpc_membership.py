@@ -17,6 +17,7 @@ from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
 from kvrelay.rpc import convert_cluster
 from kvrelay.rpc.membership import Membership
 from kvrelay.types import BlockCounts
+from tests.support.cluster import free_port
 from tests.support.grpc_ends import Proxy, serving
 from tests.support.messages import EXAMPLE_NODE
 
@@ -110,7 +111,7 @@ async def test_closing_ends_the_stream_at_the_coordinator() -> None:
 
 async def test_it_joins_again_when_the_coordinator_restarts() -> None:
     first, second = FakeCoordinator(), FakeCoordinator()
-    async with serving(first.register) as port:
+    async with serving(first.register, port=free_port()) as port:
         membership = Membership(f"127.0.0.1:{port}", EXAMPLE_NODE, Node().status)
         await membership.start()
         await membership.wait_joined()
@@ -125,9 +126,7 @@ async def test_it_joins_again_when_the_coordinator_restarts() -> None:
 
 
 async def test_it_waits_for_a_coordinator_that_starts_later() -> None:
-    async with serving() as port:
-        pass
-    coordinator = FakeCoordinator()
+    port, coordinator = free_port(), FakeCoordinator()
     async with member(port) as membership:
         await membership.wait_left()
         async with serving(coordinator.register, port=port):
@@ -191,9 +190,7 @@ async def test_a_status_that_cannot_be_read_ends_the_stream(caplog: pytest.LogCa
 
 
 async def test_closing_before_it_ever_joined() -> None:
-    async with serving() as port:
-        pass
-    async with member(port) as membership:
+    async with member(free_port()) as membership:
         pass
     await membership.close()
     assert not membership.joined

@@ -32,6 +32,7 @@ from kvstore.disk import DiskTier
 from kvstore.memory import MemoryTier
 from kvstore.service import KVStoreService
 from kvstore.store import Store
+from tests.support.cluster import free_port
 from tests.support.grpc_ends import serving
 from tests.support.store_blocks import hash_of, slab_of
 
@@ -370,8 +371,7 @@ async def test_a_dead_store_is_a_miss_then_left_alone_then_found_again(
 ) -> None:
     now = 1_000.0
     monkeypatch.setattr("kvrelay.kv.block_store.time.monotonic", lambda: now)
-    async with store_at() as served:
-        port = served.port
+    port = free_port()
     async with client_of(f"127.0.0.1:{port}") as client:
         assert await client.match(hashes(1)) == []
         assert await client.put([block(1)]) == 0

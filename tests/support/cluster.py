@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0  # two cores may be shared by much else
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 90.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
 
 # Of a family's samples, by its type.
