@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-TESTS ?= tests/unit tests/integration tests/e2e
+TESTS ?= tests/e2e tests/integration tests/unit  # longest files first, so that both workers are busy to the end
 NOTHING_COLLECTED := 5  # pytest's exit code
 KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
@@ -32,7 +32,7 @@ up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other sh
 
 test: $(INSTALLED)  ## run every test that needs no GPU, two files at a time; TESTS=tests/unit for some
 	@$(BIN)/kvrelay fetch-model
-	$(BIN)/python -m pytest -m "not gpu and not alone" -n 2 --dist loadfile $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
+	$(BIN)/python scripts/run_tests.py -m "not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
 	$(BIN)/python -m pytest -m "not gpu and alone" $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own on it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NUM_NODES = 4
 LEASE_S = 10.0  # a decode node's default
-KEEPALIVE_S = 5.0
+FREED_S = 30.0  # beyond it, keepalive included
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +78,8 @@ async def test_kill_9_of_one_ends_its_streams_and_no_other(cluster: Cluster, mod
         )
         kept = [asyncio.create_task(ask(ours, random_prompt(100, 200 + number), greedy(300))) for number in range(2)]
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            for one in watched:
-                await one.has_begun.wait()
+            await watched[0].has_begun.wait()  # not the other too: this one might be over by then
         assert not lost.done()
-        assert not moved.done()
         cluster.coordinators[0].kill()
         with pytest.raises(UnavailableError):
             await lost
@@ -90,7 +87,7 @@ async def test_kill_9_of_one_ends_its_streams_and_no_other(cluster: Cluster, mod
             assert (await task).token_ids == expected(reference, random_prompt(100, 200 + number), 300)
         await moved
         assert tuple(watched[1].token_ids) == expected(reference, random_prompt(100, 101), 800)
-        async with asyncio.timeout(LEASE_S + KEEPALIVE_S):  # and no new traffic meanwhile
+        async with asyncio.timeout(LEASE_S + FREED_S):  # and no new traffic meanwhile
             while not holds_nothing(await ours.status(), NUM_NODES):
                 await asyncio.sleep(0.1)
         await asyncio.to_thread(cluster.coordinators[0].restart)
