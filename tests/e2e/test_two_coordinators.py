@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,6 @@ class Watched:
     """A request whose answer's beginning can be waited for."""
 
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-
     token_ids: list[int] = field(default_factory=list)
 
     async def ask(self, client: AsyncClient, prompt_ids: tuple[int, ...], max_tokens: int) -> None:
