@@ -14,6 +14,7 @@ from collections.abc import Callable
 from coordinator.fairness import DeficitRounds
 from coordinator.places import Places
 from coordinator.queue import Demand, TenantQueue, Ticket
+from coordinator.queue_wait import AdmittedPace
 from coordinator.retry_advice import RetryAdvice
 from kvrelay.errors import OverloadedError
 
@@ -38,6 +39,8 @@ class Admission:
         self._num_queued = 0
         self._num_trying = 0
         self._num_changes = 0
+        self._pace = AdmittedPace()
+        self._now = 0.0  # the latest time told
 
     @property
     def num_waiting(self) -> int:
@@ -50,6 +53,31 @@ class Admission:
     def retry_after_s(self, tenant: str) -> float:
         """Advice to one that waited for too long."""
         return self._advice.wait_s(tenant)
+
+    def tokens_per_s(self, tenant: str, now: float) -> float | None:
+        """The tenant's share of the tokens that found room lately while others lacked it; None while too few did."""
+        pace = self._pace.tokens_per_s(now)
+        return None if pace is None else pace * self._rounds.share(tenant)
+
+    def wait_s(self, demand: Demand, num_tokens_free: int, now: float) -> float:
+        """Predicted wait of one that came now, while nodes say they have room for `num_tokens_free` more: 0 where it is
+        not known how fast room comes free. Takes O(what waits of the tenant's)."""
+        pace = self._pace.tokens_per_s(now)
+        if pace is None:
+            return 0.0
+        free = 0 if self._pace.lacks_room else num_tokens_free  # scattered, and too little for who waits
+        return max(0.0, self._tokens_before(demand, now) + demand.num_tokens - free) / pace
+
+    def _tokens_before(self, demand: Demand, now: float) -> float:
+        """Wanted by all that would have their turn before it."""
+        queue = self._queues.get(demand.tenant)
+        own = 0 if queue is None else queue.num_tokens_before(demand.priority, now)
+        others = sum(
+            min(other.num_tokens, self._rounds.due_before(tenant, demand.tenant, own))
+            for tenant, other in self._queues.items()
+            if tenant != demand.tenant
+        )
+        return own + others + sum(ticket.demand.num_tokens for ticket in self._line)
 
     def check_room(
         self, tenant: str, now: float, *, num_places: int = 1, num_tokens: int = 0, request_id: str = ""
@@ -77,6 +105,7 @@ class Admission:
 
     def enter(self, may_try: Callable[[], None], demand: Demand, now: float) -> Ticket:
         """Queues with its tenant's others, whether or not there is room."""
+        self._now = now
         ticket = Ticket(may_try, demand, now)
         self._take(demand.tenant, 1, demand.num_tokens, now)
         self._queues[demand.tenant].add(ticket)
@@ -90,6 +119,7 @@ class Admission:
     ) -> Ticket:
         """Goes first: a request that was admitted before (its demand of tokens is 0, it has paid), or one more answer
         of one. `refused`: it was just refused, so it waits for a change first."""
+        self._now = now
         ticket = Ticket(may_try, demand, now, refused_at=self._num_changes if refused else None)
         self._take(demand.tenant, 1, demand.num_tokens, now)
         self._rounds.charge(demand.tenant, demand.num_tokens)
@@ -102,12 +132,14 @@ class Admission:
         """No node had room; the ticket keeps its place and tries again after a change."""
         self._stop_trying(ticket)
         ticket.refused_at = ticket.tried_at
+        self._pace.begin(self._now)
         self._call_next()
 
     def admitted(self, ticket: Ticket, now: float) -> None:
         """The ticket got its room and leaves."""
         if ticket in self._line:
             self._advice.waited(ticket.demand.tenant, now - ticket.entered_at)
+            self._pace.admitted(ticket.demand.num_tokens, now)
             self._leave_line(ticket, now)
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -119,6 +151,7 @@ class Admission:
         elif tenant in self._queues and self._queues[tenant].remove(ticket):
             self._left_queue(tenant)
             self._free(ticket.demand, now)
+            self._note_end(now)
 
     def changed(self) -> None:
         """Room may have appeared: a node joined, its status changed, or a request ended."""
@@ -129,7 +162,13 @@ class Admission:
         self._stop_trying(ticket)
         del self._line[ticket]
         self._free(ticket.demand, now)
+        self._note_end(now)
         self._call_next()
+
+    def _note_end(self, now: float) -> None:
+        self._now = now
+        if not self.num_waiting:
+            self._pace.end(now)
 
     def _stop_trying(self, ticket: Ticket) -> None:
         self._num_trying -= ticket.trying

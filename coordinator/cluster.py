@@ -46,14 +46,18 @@ class Cluster:
     def join(self, info: NodeInfo) -> Member:
         """Raises as Members.join."""
         member = self.members.join(info, self._now())
-        past = self.members.past_of(info)
-        if past is not None:
-            self._lose(past, "was replaced by a new process")
+        self.make_way(info)
         if info.role in self.caches:
             self.caches[info.role].joined(info.instance_id, self._now())
         logger.info("%s %s joined as %s", info.role.value, info.address, info.instance_id)
         self._set_timer()
         return member
+
+    def make_way(self, info: NodeInfo) -> None:
+        """A process has started where this node is: what was there before is gone."""
+        past = self.members.past_of(info)
+        if past is not None:
+            self._lose(past, "was replaced by a new process")
 
     def update(self, member: Member, status: NodeStatus) -> None:
         """Raises StaleError when the node is no member any more."""
@@ -95,10 +99,12 @@ class Cluster:
         """Leading blocks that each node of a role probably has."""
         return self.caches[role].match(hashes, self._now())
 
-    def assigned(self, member: Member, hashes: Sequence[BlockHash]) -> None:
-        """A request went there: one more until its next status tells, and its blocks will be cached there."""
+    def assigned(self, member: Member, hashes: Sequence[BlockHash], num_tokens: int = 0) -> None:
+        """A request went there, with so many tokens of its prompt to compute: one more until its next status tells, and
+        its blocks will be cached there."""
         member.num_assigned += 1
         self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
+        member.num_assigned_tokens += num_tokens
 
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:

@@ -5,21 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.model_list import add_model, parse_models
 from coordinator.prefix_index import MAX_BLOCKS
 from coordinator.tenant_policy import parse_policies
 from kvrelay.config import RoleConfig, option
+from kvrelay.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig(RoleConfig):
-    model: Path = option(help="GGUF file or Hugging Face directory whose tokenizer and chat template are used")
-    model_name: str = option("", "name that clients ask for; default: the file's or directory's")
+    model: Path | None = option(
+        None, "GGUF file or Hugging Face directory whose tokenizer and chat template are used; needed without models"
+    )
+    model_name: str = option("", "name that clients ask for model by; default: the file's or directory's")
+    models: str = option(
+        "",
+        "several models to serve, beside model or instead of it, as NAME=PATH with semicolons between; each node says "
+        "by its own model_name which of them it serves",
+    )
     max_queue: int = option(
-        256, "answers that may wait for room, n of a request for n; more are turned away", minimum=1
+        256, "answers that may wait for room, of each model, n of a request for n; more are turned away", minimum=1
     )
     max_queued_tokens: int = option(
         0,
-        "tokens that waiting answers may want in all, uncached ones of prompts and max_tokens; 0: no bound",
+        "tokens that waiting answers of a model may want in all, uncached ones of prompts and max_tokens; 0: no bound",
         minimum=0,
     )
     max_queue_wait_s: float = option(60.0, "longest wait of a request for room", unit="s", minimum=0.1)
@@ -27,7 +36,22 @@ class CoordinatorConfig(RoleConfig):
         "",
         "tenants' shares and bounds, as NAME:KEY=VALUE,... with semicolons between; * is everyone not named. Keys: "
         "weight (of the share of tokens while others wait, 1), max_queued, max_queued_tokens, max_wait_s (0: as for "
-        "all), priority (of requests that name none, -100 to 100, 0)",
+        "all), priority (of requests that name none, -100 to 100, 0), ttft_s and itl_s (targets of requests that name "
+        "none, 0: none), max_prompt_tokens, daily_tokens (of prompts and answers, a day of UTC; 0: no bound)",
+    )
+    max_prompt_tokens: int = option(0, "longest prompt that is taken; 0: what the model takes", minimum=0)
+    reserve: str = option(
+        "full",
+        "KV set aside for an answer when it is admitted: full is for all of max_tokens (or as decode nodes are set), "
+        "expected for as much as the tenant's answers took lately; what gets longer grows, and the youngest gives way "
+        "where there is no room",
+        choices=("full", "expected"),
+    )
+    reserve_quantile: float = option(
+        0.9,
+        "with --reserve expected, the part of a tenant's last answers that would have fitted",
+        minimum=0.01,
+        maximum=1,
     )
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)
@@ -47,6 +71,12 @@ class CoordinatorConfig(RoleConfig):
     no_node_wait_s: float = option(
         5.0, "longest wait of an accepted request while no node of a role it needs is ready", unit="s", minimum=0.1
     )
+    max_kept_bytes: int = option(
+        64 * 2**20,
+        "bytes of answers to requests with keep_s, kept to be read again; the oldest complete ones go first; 0: none",
+        unit="bytes",
+        minimum=0,
+    )
     cluster_secret_file: str = option(
         "",
         "file with a secret, the same for all coordinators, that enters the name of every cached block, so that nobody "
@@ -55,6 +85,22 @@ class CoordinatorConfig(RoleConfig):
     )
     request_timeout_s: float = option(600.0, "longest life of a request", unit="s", minimum=0.1)
 
+    def model_paths(self) -> dict[str, Path]:
+        """Of all models to serve, by name. Raises ConfigError."""
+        paths: dict[str, Path] = {}
+        if self.model is not None:
+            add_model(paths, self.model_name or self.model.absolute().name.removesuffix(".gguf"), self.model)
+        elif self.model_name:
+            raise ConfigError(
+                f"model_name is {self.model_name!r}, and there is no model that it would name: give --model"
+            )
+        for name, path in parse_models(self.models).items():
+            add_model(paths, name, path)
+        if not paths:
+            raise ConfigError("--model is missing: a GGUF file or a Hugging Face directory; or several by --models")
+        return paths
+
     def check(self) -> None:
         """Raises ConfigError where fields contradict each other."""
+        self.model_paths()
         parse_policies(self.tenants).check_within(self.max_queue, self.max_queue_wait_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -24,6 +24,10 @@ class Heap(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._current)
+
+    def __iter__(self) -> Iterator[T]:
+        """In no order."""
+        return iter(self._current)
 
     def __contains__(self, item: T) -> bool:
         return item in self._current

@@ -17,15 +17,27 @@ COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
 
 @dataclass(slots=True)
 class Member:
-    """One node. `num_assigned` counts requests this coordinator sent it since its last status."""
+    """One node. `num_assigned` counts requests this coordinator sent it since its last status, `num_assigned_tokens`
+    the uncached tokens of prompts that it is to compute for them."""
 
     info: NodeInfo
     status: NodeStatus
     last_seen: float
     num_assigned: int = 0
+    num_assigned_tokens: int = 0
 
     @property
     def usable(self) -> bool:
+        """Takes new work."""
+        return self._is_ready and self.status.weight > 0
+
+    @property
+    def is_cordoned(self) -> bool:
+        """Ready, and takes nothing new only because its weight is 0."""
+        return self._is_ready and not self.status.weight
+
+    @property
+    def _is_ready(self) -> bool:
         return self.status.ready and not self.status.draining
 
 
@@ -66,8 +78,11 @@ class Members:
         """Notes a status; True when it may mean more room. Raises StaleError when the node is no member."""
         if not self.has(member):
             raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
-        changed = member.status != status or member.num_assigned > 0
-        member.status, member.last_seen, member.num_assigned = status, now, 0
+        # How fast it is and how much it has to compute changes with every step, and makes no room.
+        told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
+        changed = member.status != told or member.num_assigned > 0
+        member.status, member.last_seen = status, now
+        member.num_assigned = member.num_assigned_tokens = 0
         return changed
 
     def has(self, member: Member) -> bool:
@@ -98,11 +113,23 @@ class Members:
         return list(self._members.values())
 
     def usable(self, role: Role) -> list[Member]:
-        """Members of a role that are ready and not draining."""
+        """Members of a role that are ready, not draining and have a weight above 0."""
         return [member for member in self._of(role) if member.usable]
 
+    @property
+    def why_not_ready(self) -> str:
+        """Empty while a prefill and a decode node are usable."""
+        missing = [role for role in COMPUTING_ROLES if not self.usable(role)]
+        cordoned = [role for role in missing if any(member.is_cordoned for member in self._of(role))]
+        absent = [role for role in missing if role not in cordoned]
+        reasons = []
+        if absent:
+            reasons.append(f"no {' and no '.join(role.value for role in absent)} is ready")
+        reasons += [f"every {role.value} that is ready has weight 0" for role in cordoned]
+        return " and ".join(reasons)
+
     def is_usable(self, instance_id: InstanceId) -> bool:
-        """Whether this process is a member, ready and not draining."""
+        """Whether this process is a member that takes new work."""
         member = self._members.get(instance_id)
         return member is not None and member.usable
 

@@ -34,10 +34,14 @@ class Nodes:
     def decode(self, address: str) -> DecodeClient:
         return DecodeClient(self._channel(address))
 
-    async def reserve(self, address: str, request: NodeRequest, num_tokens: int) -> ReservationGranted:
+    async def reserve(
+        self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0
+    ) -> ReservationGranted:
         """As DecodeClient.reserve. Cancelled meanwhile, a grant that still comes is given back at once."""
         client = self.decode(address)
-        call = asyncio.ensure_future(client.reserve(request, num_tokens, timeout_s=RESERVE_TIMEOUT_S))
+        call = asyncio.ensure_future(
+            client.reserve(request, num_tokens, timeout_s=RESERVE_TIMEOUT_S, num_tokens_now=num_tokens_now)
+        )
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:

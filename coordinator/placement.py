@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 from coordinator.admission import Admission
 from coordinator.cluster import Cluster
+from coordinator.forecast import Forecast, Work
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
+from coordinator.pair_cost import Pair, rank_pairs
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot, rank_decode, rank_prefill
+from coordinator.slo import Prediction
 from kvrelay.errors import KVRelayError, OverloadedError
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import ReservationGranted
@@ -38,6 +41,7 @@ class Placement:
     decode: Member
     granted: ReservationGranted
     is_tail: bool  # it computes what is not cached there itself: little, or more than any prefill node could hold
+    num_blocks: int = 0  # set aside there for the request
 
     @property
     def address(self) -> str:
@@ -58,6 +62,7 @@ class Placer:
         self._turn = asyncio.Event()
         self._ticket: Ticket | None = None
         self._deadline = 0.0
+        self._why_refused: list[str] = []
 
     def demand(self) -> Demand:
         """What it costs its tenant, as far as is known where its prompt is cached."""
@@ -65,8 +70,26 @@ class Placer:
         caches = (self._cluster.cached(role, hashes) for role in (Role.PREFILL_NODE, Role.DECODE_NODE))
         num_blocks = max((blocks for cache in caches for blocks in cache.values()), default=0)
         num_uncached = len(accepted.prompt_ids) - num_blocks * accepted.model.layout.block_tokens
-        num_tokens = max(num_uncached, 1) + self._state.answer.num_left
+        num_given = len(self._state.token_ids)
+        num_wanted = (self._state.num_positions_now or self._state.num_positions) - num_given
+        num_tokens = max(num_uncached, 1) + num_wanted
         return Demand(accepted.tenant, num_tokens, accepted.priority)
+
+    def forecast(self) -> Forecast | None:
+        """What the answer would get if it were placed now; None while nothing is measured, or nowhere is it to go."""
+        pairs = self._ranked()
+        return pairs[0].forecast if pairs else None
+
+    def predict(self) -> Prediction:
+        """What it would get if it entered the queue now."""
+        demand, now = self.demand(), self._now()
+        return Prediction(
+            wait_s=self._admission.wait_s(demand, self._num_tokens_free(), now),
+            forecast=self.forecast(),
+            tokens_per_s=self._admission.tokens_per_s(demand.tenant, now),
+            num_tokens=demand.num_tokens,
+            num_positions=self._state.num_positions,
+        )
 
     def enter(self, *, front: bool) -> None:
         """Takes a place among its tenant's, or the first of all."""
@@ -120,13 +143,14 @@ class Placer:
     async def _try_once(self) -> tuple[bool, Placement | None]:
         assert self._ticket is not None
         self._lifetime.take(Edge.TRIED)
+        self._why_refused = []
         found, placement = await self._ask_for_room()
         if found:
             self._admission.admitted(self._ticket, self._now())
             if self._state.account.granted_at is None:
                 self._state.account.granted_at = time.monotonic()
         else:
-            self._lifetime.take(Edge.REFUSED)
+            self._lifetime.take(Edge.REFUSED, "; ".join(self._why_refused))
             self._admission.refused(self._ticket)
             self._cluster.look_again()
         return found, placement
@@ -135,6 +159,8 @@ class Placer:
         hashes = self._state.hashes()
         candidates = prefill_candidates(self._state, self._cluster, hashes)
         slot = any(has_slot(member) for member in candidates)
+        if not slot:
+            self._why_refused.append("no prefill node has a slot")
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         outgrown = not candidates and bool(self._cluster.members.usable(Role.PREFILL_NODE))
         if self._state.answer.num_left == 1 and not outgrown:
@@ -149,23 +175,27 @@ class Placer:
             is_tail = outgrown or self._is_tail(granted.num_cached_blocks)
             if slot or is_tail:
                 self._cluster.assigned(member, hashes)
-                return True, Placement(member, granted, is_tail)
+                return True, Placement(member, granted, is_tail, self._num_blocks_now(member))
             self._cluster.nodes.release(member.info.address, granted.reservation_id)
             self._cluster.withdraw(member)
         return False, None
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""
-        address, request = member.info.address, self._state.node_request()
+        state, address, request = self._state, member.info.address, self._state.node_request()
         try:
             with self._cluster.trying(member):
                 async with self._cluster.while_member(member):
-                    return await self._cluster.nodes.reserve(address, request, self._state.num_positions)
-        except OverloadedError:
+                    return await self._cluster.nodes.reserve(
+                        address, request, state.num_positions, state.num_positions_now
+                    )
+        except OverloadedError as error:
+            self._why_refused.append(f"{address}: {error.message}")
             return None
         except KVRelayError as error:
             if not may_succeed_elsewhere(error):
                 raise
+            self._why_refused.append(f"{address}: {error.message}")
             party = (member.info.instance_id,)
             if party not in self._state.avoid:  # once, not at every try
                 logger.warning("%s: reserving on %s failed: %s", self._state.request_id, address, error)
@@ -184,10 +214,41 @@ class Placer:
             avoid={member.info.instance_id for member in members if (member.info.instance_id,) in self._state.avoid},
         )
 
+    def _ranked(self) -> list[Pair]:
+        members, state = self._cluster.members, self._state
+        return rank_pairs(
+            members.usable(Role.PREFILL_NODE),
+            members.usable(Role.DECODE_NODE),
+            self._work(),
+            avoid=state.avoid,
+            num_blocks_now=self._num_blocks_now,
+            local_tail_tokens=self._limits.local_tail_tokens,
+        )
+
+    def _work(self) -> Work:
+        state, hashes = self._state, self._state.hashes()
+        layout = state.accepted.model.layout
+        return Work(
+            num_tokens=len(state.token_ids),
+            num_positions=state.num_positions,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.slab_bytes,
+            cached_prefill=self._cluster.cached(Role.PREFILL_NODE, hashes),
+            cached_decode=self._cluster.cached(Role.DECODE_NODE, hashes),
+        )
+
+    def _num_tokens_free(self) -> int:
+        """Room on decode nodes by their last status, if any prefill node would take the prompt."""
+        members = self._cluster.members
+        if not any(has_slot(member) for member in members.usable(Role.PREFILL_NODE)):
+            return 0
+        num_blocks = sum(member.status.blocks.available for member in members.usable(Role.DECODE_NODE))
+        return num_blocks * self._state.accepted.model.layout.block_tokens
+
     def _num_blocks_now(self, member: Member) -> int:
-        """What a decode node sets aside for the request when it admits it, by the limits it told."""
-        num_tokens, limits = self._state.num_positions, member.status.limits
-        if isinstance(limits, DecodeLimits):
+        """What a decode node sets aside for the request when it admits it: what it is told to, or by its limits."""
+        num_tokens, limits = self._state.num_positions_now or self._state.num_positions, member.status.limits
+        if isinstance(limits, DecodeLimits) and not self._state.num_positions_now:
             num_tokens = limits.num_reserved(len(self._state.token_ids), num_tokens)
         return self._state.accepted.model.layout.blocks_for(num_tokens)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +15,8 @@ from kvrelay.types import Role
 class PrefixIndexCollector(Collector):
     """Read when scraped, from the scraper's thread."""
 
-    def __init__(self, registry: CollectorRegistry, indexes: Mapping[Role, PrefixIndex]) -> None:
+    def __init__(self, registry: CollectorRegistry, indexes: Sequence[Mapping[Role, PrefixIndex]]) -> None:
+        """`indexes` of each model; they are added up."""
         self._indexes = indexes
         registry.register(self)
 
@@ -32,10 +33,11 @@ class PrefixIndexCollector(Collector):
                 ("resyncs", "Times a node was asked for all it has since events were missing."),
             )
         )
-        for role, index in self._indexes.items():
-            blocks.add_metric([role.value], index.num_blocks)
-            told.add_metric([role.value], index.num_told)
-            dropped.add_metric([role.value], index.num_dropped)
-            clears.add_metric([role.value], index.num_clears)
-            resyncs.add_metric([role.value], index.num_resyncs)
+        for role in self._indexes[0]:
+            indexes = [of_model[role] for of_model in self._indexes]
+            blocks.add_metric([role.value], sum(index.num_blocks for index in indexes))
+            told.add_metric([role.value], sum(index.num_told for index in indexes))
+            dropped.add_metric([role.value], sum(index.num_dropped for index in indexes))
+            clears.add_metric([role.value], sum(index.num_clears for index in indexes))
+            resyncs.add_metric([role.value], sum(index.num_resyncs for index in indexes))
         return (blocks, told, dropped, clears, resyncs)

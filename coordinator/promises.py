@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import Protocol
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0  # nothing is promised for later than that
@@ -19,6 +20,12 @@ MAX_PROMISES = 16_384  # a tenant
 _LEAD_PLACES = 4  # where they come slowly, it is kept from when so many more shall come free until its time
 _NUM_FREED = 64  # places that came free last, by which the pace is told
 _MARGIN = 1.25  # what is told, of what is expected
+
+
+class Paced(Protocol):
+    def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
+        """Until so many places, with so many tokens, come free; None while it is not known."""
+        ...
 
 
 class Pace:
@@ -51,9 +58,11 @@ class _Promise:
 
 
 class Promises:
-    """One tenant's. In order of time; what is told later is never due earlier."""
+    """One tenant's. In order of time; what is told later is never due earlier. What is called places may be anything
+    that comes free at a pace; they are kept from `lead_s` before the time told."""
 
-    def __init__(self) -> None:
+    def __init__(self, lead_s: float = LEAD_S) -> None:
+        self._lead_s = lead_s
         self._later: OrderedDict[str, _Promise] = OrderedDict()
         self._soon: OrderedDict[str, _Promise] = OrderedDict()  # places are kept for these
         self._num_soon = 0  # places
@@ -62,7 +71,7 @@ class Promises:
     def __len__(self) -> int:
         return len(self._later) + len(self._soon)
 
-    def num_kept(self, request_id: str, pace: Pace, now: float, num_places: int = 1) -> int:
+    def num_kept(self, request_id: str, pace: Paced, now: float, num_places: int = 1) -> int:
         """Places that a request for so many has to leave to others: none when its own time has come, and if it comes
         early those of the ones before it; all, if it wants more than it was promised."""
         self._pass_on(pace, now)
@@ -74,19 +83,28 @@ class Promises:
         before = itertools.takewhile(lambda other: other != request_id, self._soon)
         return sum(self._soon[other].num_places for other in before)
 
-    def tell(self, request_id: str, num_places: int, num_tokens: int, pace: Pace, guess_s: float, now: float) -> float:
+    def tell(
+        self,
+        request_id: str,
+        num_places: int,
+        num_tokens: int,
+        pace: Paced,
+        guess_s: float,
+        now: float,
+        at_least_s: float = MIN_RETRY_AFTER_S,
+    ) -> float:
         """The delay in seconds for a request that was turned away, which is promised its places where it has an id.
-        `guess_s` holds while no pace is known."""
+        `guess_s` holds while no pace is known; no delay is under `at_least_s`."""
         self._pass_on(pace, now)
         known = self._soon.get(request_id) or self._later.get(request_id)
         if known is not None and num_places > known.num_places:
             self.forget(request_id)  # it is another request by now
         elif known is not None:
-            return self._tell_again(request_id, known, now)
+            return self._tell_again(request_id, known, now, at_least_s)
         expected = pace.seconds_for(num_places, num_tokens, now)
         # After the last one that was told, not by this moment's pace for all of them: many would be told the same.
         due = max(self._last_due, now) + (guess_s if expected is None else expected * _MARGIN)
-        due = max(due, now + MIN_RETRY_AFTER_S)
+        due = max(due, now + at_least_s)
         if request_id and due - now <= MAX_RETRY_AFTER_S and len(self) < MAX_PROMISES:
             self._later[request_id] = _Promise(num_places, due)
             self._last_due = due
@@ -102,6 +120,10 @@ class Promises:
             if promise is not None and promise.due == self._last_due:
                 self._last_due = self._latest_due()
 
+    def waits_for(self, request_id: str, now: float) -> bool:
+        """Whether it was told to come about now."""
+        return request_id in self._soon and self._is_due(request_id, now)
+
     def _latest_due(self) -> float:
         """Or else who comes next would go on being told to wait behind those that came early, and are served."""
         for promises in (self._later, self._soon):
@@ -113,15 +135,15 @@ class Promises:
         """A moment before is in time: clocks differ."""
         return now >= self._soon[request_id].due - MIN_RETRY_AFTER_S / 2
 
-    def _tell_again(self, request_id: str, promise: _Promise, now: float) -> float:
+    def _tell_again(self, request_id: str, promise: _Promise, now: float, at_least_s: float) -> float:
         """Who comes early is told the rest; who comes in time and finds no room goes on being waited for."""
         if promise.due - now < MIN_RETRY_AFTER_S:  # then it is among the soon ones
-            promise.due = now + MIN_RETRY_AFTER_S
+            promise.due = now + at_least_s
             self._soon.move_to_end(request_id)
         return promise.due - now
 
-    def _pass_on(self, pace: Pace, now: float) -> None:
-        lead = max(LEAD_S, pace.seconds_for(_LEAD_PLACES, 0, now) or 0.0)
+    def _pass_on(self, pace: Paced, now: float) -> None:
+        lead = max(self._lead_s, pace.seconds_for(_LEAD_PLACES, 0, now) or 0.0)
         while self._later and (first := next(iter(self._later.values()))).due <= now + lead:
             request_id, _ = self._later.popitem(last=False)
             self._soon[request_id] = first

@@ -44,21 +44,39 @@ class TenantQueue:
 
     def __init__(self) -> None:
         self._tickets: Heap[Ticket] = Heap()
+        self.num_tokens = 0  # that they want
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def add(self, ticket: Ticket) -> None:
-        self._tickets.rank(ticket, (ticket.entered_at - ticket.demand.priority * AGEING_S,))
+        self._tickets.rank(ticket, (_level(ticket.demand.priority, ticket.entered_at),))
+        self.num_tokens += ticket.demand.num_tokens
 
     def remove(self, ticket: Ticket) -> bool:
         """Whether it waited here."""
-        return self._tickets.remove(ticket)
+        found = self._tickets.remove(ticket)
+        self.num_tokens -= ticket.demand.num_tokens * found
+        return found
+
+    def num_tokens_before(self, priority: int, now: float) -> int:
+        """Wanted by those that would go before one of that priority that came now."""
+        level = _level(priority, now)
+        return sum(
+            ticket.demand.num_tokens
+            for ticket in self._tickets
+            if _level(ticket.demand.priority, ticket.entered_at) <= level
+        )
 
     def take(self) -> Ticket:
         """The next one, which leaves. Raises LookupError when nobody waits."""
         ticket = self._tickets.least()
         if ticket is None:
             raise LookupError("nobody waits")
-        self._tickets.remove(ticket)
+        self.remove(ticket)
         return ticket
+
+
+def _level(priority: int, entered_at: float) -> float:
+    """The lower goes first."""
+    return entered_at - priority * AGEING_S

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from coordinator.answer import Answer
 from coordinator.circuits import Party
 from coordinator.members import Member
+from coordinator.slo import NO_TARGETS, Targets
+from coordinator.steps import Steps
 from coordinator.tenants import CacheScope
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
@@ -15,6 +17,8 @@ from kvrelay.kv.hashing import block_hashes, chain_root
 from kvrelay.messages import NodeRequest, PrefillFinished
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import BlockHash, CachedTokens, RequestId
+
+GROWTH_TOKENS = 16  # set aside at least, beyond what there is of the answer, however short it is expected to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,9 @@ class AcceptedRequest:
     model: ModelInfo
     scope: CacheScope
     priority: int = 0  # among its tenant's requests
+    targets: Targets = NO_TARGETS
+    best_effort: bool = False
+    expected_tokens: int = 0  # of the answer, to set aside at first; 0: as many as decode nodes do by their own limits
 
     @property
     def tenant(self) -> str:
@@ -50,6 +57,8 @@ class Account:
     handoff_bytes: int = 0
     prefill_node: str = ""
     decode_node: str = ""
+    num_blocks: int = 0  # set aside there when it was placed
+    computed_on_decode: bool = False
     num_retries: int = 0
 
 
@@ -61,6 +70,10 @@ class RequestState:
         self.answer = answer
         self.account = Account(now)
         self.avoid: set[Party] = set()
+        self.steps = Steps(accepted.request_id, now)
+        self.considered: list[str] = []  # for people: nodes of the last placement and what each was thought to cost
+        self.predicted_ttft_s = 0.0  # 0: not predicted
+        self.predicted_itl_s = 0.0
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)
@@ -71,6 +84,10 @@ class RequestState:
         return self.accepted.request_id
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.accepted.prompt_ids)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The prompt and the answer so far: what the next attempt starts from."""
         return (*self.accepted.prompt_ids, *self.answer.token_ids)
@@ -79,6 +96,15 @@ class RequestState:
     def num_positions(self) -> int:
         """Of prompt and whole answer: what a decode node reserves for. The same in every attempt."""
         return len(self.accepted.prompt_ids) + len(self.answer.token_ids) + self.answer.num_left
+
+    @property
+    def num_positions_now(self) -> int:
+        """Of those, what is set aside when a node admits it: some more than there are; 0 leaves it to the node."""
+        if not self.accepted.expected_tokens:
+            return 0
+        num_answer = len(self.answer.token_ids)
+        num_expected = max(self.accepted.expected_tokens, num_answer + GROWTH_TOKENS)
+        return min(len(self.accepted.prompt_ids) + num_expected, self.num_positions)
 
     @property
     def has_begun(self) -> bool:
@@ -137,6 +163,17 @@ class RequestState:
         self.account.handoff_s = finished.handoff_s
         self.account.handoff_bytes = finished.handoff_bytes
 
+    def timing(self, now: float) -> Timing:
+        """So far."""
+        account = self.account
+        return Timing(
+            queue_s=(account.granted_at or now) - account.accepted_at,
+            first_token_s=(account.first_token_at or account.accepted_at) - account.accepted_at,
+            total_s=now - account.accepted_at,
+            prefill_s=account.prefill_s,
+            handoff_s=account.handoff_s,
+        )
+
     def finished(self, now: float) -> RequestFinished:
         """The account of a complete answer."""
         account, answer = self.account, self.answer
@@ -144,13 +181,7 @@ class RequestState:
         return RequestFinished(
             reason=answer.reason,
             usage=Usage(len(self.accepted.prompt_ids), len(answer.token_ids), account.cached),
-            timing=Timing(
-                queue_s=(account.granted_at or now) - account.accepted_at,
-                first_token_s=(account.first_token_at or account.accepted_at) - account.accepted_at,
-                total_s=now - account.accepted_at,
-                prefill_s=account.prefill_s,
-                handoff_s=account.handoff_s,
-            ),
+            timing=self.timing(now),
             prefill_node=account.prefill_node,
             decode_node=account.decode_node,
             handoff_bytes=account.handoff_bytes,

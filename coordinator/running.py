@@ -9,11 +9,15 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from coordinator.choices import Choices
+from coordinator.event_log import EventLog
+from coordinator.explain import Life
 from coordinator.lifetime import Edge
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.request import AcceptedRequest
+from coordinator.tally import Tally
 from kvrelay.errors import CancelledError, DeadlineError, KVRelayError
+from kvrelay.explanation import Explanation
 from kvrelay.inference import (
     ChoiceFinished,
     GenerateEvent,
@@ -34,14 +38,18 @@ class RunningRequest:
 
     task: asyncio.Task[None]
 
-    def __init__(self, accepted: AcceptedRequest, metrics: CoordinatorMetrics, n: int = 1) -> None:
-        """`accepted` is the first answer's."""
+    def __init__(
+        self, accepted: AcceptedRequest, metrics: CoordinatorMetrics, n: int = 1, log: EventLog | None = None
+    ) -> None:
+        """`accepted` is the first answer's. `log` takes the events where they may be read again."""
         self.accepted = accepted
         self._metrics = metrics
         self._n = n
-        self._outbox = Outbox()
+        self._outbox = log or Outbox()
         self._outbox.put(_accepted_event(accepted))
         self._choices: Choices | None = None
+        self._tally: Tally | None = None
+        self._end: RequestFinished | RequestFailed | None = None
         self._verdict: KVRelayError | None = None  # why someone ended it from outside
         self._has_begun = False
         self._started_at = time.monotonic()
@@ -52,10 +60,21 @@ class RunningRequest:
         """Answers that wait or are computed."""
         return self._choices.num_open if self._choices else 0
 
-    def start(self, choices: Choices, timeout_s: float) -> None:
+    def start(self, choices: Choices, tally: Tally, timeout_s: float) -> None:
         """Takes over choices that have entered the queue."""
         self._choices = choices
+        self._tally = tally
         self.task = asyncio.create_task(self._run(choices, timeout_s), name=f"request {self.accepted.request_id}")
+
+    def explain(self) -> Explanation:
+        """What there is to tell of its life so far."""
+        assert self._choices is not None
+        life = Life(self._choices.flows, self.accepted.model.name, self._end, self._last_token_at.get(0))
+        return life.explain(time.monotonic())
+
+    def left(self) -> None:
+        """Its only client reads no more."""
+        self.cancel("the client went away")
 
     def cancel(self, why: str) -> None:
         self.fail(CancelledError(why))
@@ -77,6 +96,8 @@ class RunningRequest:
     def choice_finished(self, index: int, finished: RequestFinished) -> None:
         """An answer is complete; where it is the only one, the end of the request says so."""
         self._metrics.answered(finished.reason)
+        if self._tally is not None:
+            self._tally.answered(index)
         if self._n > 1:
             num_tokens = finished.usage.completion_tokens
             self._outbox.put(ChoiceFinished(index, finished.reason, finished.stop_string, num_tokens))
@@ -93,14 +114,17 @@ class RunningRequest:
         last_at = self._last_token_at.get(index)
         self._metrics.tokens(num_tokens, None if last_at is None else now - last_at)
         self._last_token_at[index] = now
+        if self._tally is not None:
+            self._tally.tokens(index, num_tokens, now - self._started_at, now)
 
     async def _run(self, choices: Choices, timeout_s: float) -> None:
         try:
-            self._outbox.put(await self._finish(choices, timeout_s))
+            self._end = await self._finish(choices, timeout_s)
+            self._outbox.put(self._end)
         finally:
             choices.leave()
 
-    async def _finish(self, choices: Choices, timeout_s: float) -> GenerateEvent:
+    async def _finish(self, choices: Choices, timeout_s: float) -> RequestFinished | RequestFailed:
         self._has_begun = True
         try:
             if self._verdict is not None:
@@ -122,8 +146,10 @@ class RunningRequest:
             return self._failed(choices, Edge.FAILED, KVRelayError("the coordinator failed; its log says why"))
 
     def _failed(self, choices: Choices, edge: Edge, error: KVRelayError) -> RequestFailed:
-        choices.end(edge)
+        choices.end(edge, error.message)
         self._metrics.failed(error.code)
+        if self._tally is not None and edge is not Edge.CANCELLED:
+            self._tally.failed()
         return RequestFailed(error.code, error.message, error.retryable, error.retry_after_s)
 
 

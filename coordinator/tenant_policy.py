@@ -29,14 +29,22 @@ class TenantPolicy:
     max_queued_tokens: int = 0  # that they want in all
     max_wait_s: float = 0.0  # of one answer for room
     priority: int = 0  # of requests that name none; compared only within the tenant
+    ttft_s: float = 0.0  # target of requests that name none, until the first token; 0: none
+    itl_s: float = 0.0  # the same, between two tokens
+    max_prompt_tokens: int = 0
+    daily_tokens: int = 0  # of prompts and answers, each day of UTC; 0: no budget
 
     def __post_init__(self) -> None:
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
             raise ConfigError(f"weight is {self.weight:g}; allowed is {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-        for name in ("max_queued", "max_queued_tokens", "max_wait_s"):
+        for name in ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value:g}; allowed is at least 0, where 0 sets no bound")
+        for name in ("ttft_s", "itl_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value:g}; allowed is at least 0, where 0 sets no target")
         try:
             check_priority(self.priority)
         except InvalidRequestError as error:

@@ -11,10 +11,11 @@ from kvrelay.sampling import fork_seed
 from kvrelay.types import check_token_id
 
 
-def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo) -> None:
+def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo, num_tokens_now: int = 0) -> None:
     """Raises InvalidRequestError or PromptTooLongError, naming what is wrong and what is allowed.
 
-    `num_tokens` are the positions to hold: all of the prompt and of max_tokens, as far as the model goes.
+    `num_tokens` are the positions to hold: all of the prompt and of max_tokens, as far as the model goes;
+    `num_tokens_now` those of them to set aside at once, 0 for as many as the node's limits say.
     """
     num_given, num_prompt = len(request.token_ids), request.num_prompt_tokens
     if num_given == 0:
@@ -38,6 +39,11 @@ def check_request(request: NodeRequest, num_tokens: int, info: ModelInfo) -> Non
     needed = min(num_prompt + sampling.max_tokens, info.max_model_len)
     if num_tokens < needed:
         raise InvalidRequestError(f"num_tokens is {num_tokens}; prompt and answer may take {needed}")
+    if num_tokens_now and not num_given < num_tokens_now <= num_tokens:
+        raise InvalidRequestError(
+            f"num_tokens_now is {num_tokens_now}; allowed is 0, or [{num_given + 1}, {num_tokens}]: more than the "
+            "tokens given and at most num_tokens"
+        )
 
 
 def check_fits(num_blocks: int, num_blocks_of_pool: int) -> None:

@@ -12,6 +12,7 @@ from decode_node.node import DecodeNode
 from decode_node.resume import ResumeCosts
 from decode_node.scheduler import Scheduler
 from decode_node.service import SERVICE_NAMES, DecodeService
+from decode_node.step_size import DecodeStepSize
 from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
@@ -48,6 +49,7 @@ class DecodeApp:
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
+        self.host.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:
         """Loads the model, then joins the coordinator. Raises ModelFileError or ConfigError."""
@@ -75,7 +77,7 @@ class DecodeApp:
             runner=loaded.runner,
             cache=loaded.cache,
             pool=loaded.pool,
-            scheduler=Scheduler(self._config.limits),
+            scheduler=Scheduler(self._config.limits, DecodeStepSize(self._config.marks, self._config.itl_target_s)),
             costs=ResumeCosts(loaded.info.layout, with_store=bool(self._config.kvstore)),
         )
         return self._core

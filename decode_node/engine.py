@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decode_node.memory import SequenceMemory
+from decode_node.rates import DecodeRates
 from decode_node.resume import Resume, ResumeCosts
 from decode_node.scheduler import Plan, Scheduler
-from kvrelay.cluster import ModelInfo
+from kvrelay.cluster import ModelInfo, NodeRates
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError, OverloadedError
@@ -45,6 +46,8 @@ class EngineLoad:
     num_running: int = 0
     num_waiting: int = 0
     num_preempted: int = 0  # of those that wait; while there are any, no reservation is granted
+    num_waiting_tokens: int = 0  # that are computed here before sequences can go on by one token a step
+    rates: NodeRates = field(default_factory=NodeRates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class StepDone:
     num_rows: int = 0
     num_tokens: int = 0  # tokens computed
     step_s: float = 0.0
+    bounds: tuple[int, int] | None = None  # rows, and tokens of prompts beside them, that the next may have
 
 
 @dataclass(slots=True)
@@ -125,6 +129,7 @@ class DecodeCore:
         self._scheduler = scheduler
         self._memory = SequenceMemory(pool, cache.copy_block, info.max_model_len)
         self._costs = costs or ResumeCosts(info.layout, with_store=False)
+        self._rates = DecodeRates(info.layout.slab_bytes)
         self._clock = clock
         self._reserved: set[ReservationId] = set()
         self._sequences: dict[ReservationId, Sequence] = {}
@@ -157,6 +162,10 @@ class DecodeCore:
         elif run:
             self._scheduler.add(sequence)
         self._publish()
+
+    def came(self, asked_at: float) -> None:
+        """What follows could not be done before the step that ran since `asked_at` had ended."""
+        self._scheduler.size.waited(max(0.0, self._clock() - asked_at))
 
     def run(self, reservation_id: ReservationId) -> None:
         """Lets a committed sequence join the batch; nothing happens to one that has left."""
@@ -207,6 +216,7 @@ class DecodeCore:
         if sequence is None:
             return
         self._costs.loaded(num_blocks, seconds)
+        self._rates.loaded(num_blocks, seconds)
         sequence.num_computed_tokens += num_blocks * sequence.block_tokens
         self._register(sequence)
         self._scheduler.loaded(sequence)
@@ -234,10 +244,13 @@ class DecodeCore:
         drawn = self._runner.run(batch) if batch.rows else []
         filled: list[ChainBlock] = []
         advanced = [self._update(row, token, filled) for row, token in zip(batch.rows, drawn, strict=True)]
-        self._publish()
-        self._stalled = not (batch.rows or plan.preempted)
         step_s = self._clock() - started
         self._costs.stepped(len(batch.rows), batch.num_tokens, step_s)
+        if batch.rows:
+            self._scheduler.stepped(len(batch.rows), batch.num_tokens, step_s)
+        self._rates.stepped(len(batch.rows), batch.num_tokens, step_s)
+        self._publish()
+        self._stalled = not (batch.rows or plan.preempted)
         preempted, to_load = self._told_of(plan)
         return StepDone(
             advanced=tuple(a for a in advanced if a is not None),
@@ -247,6 +260,7 @@ class DecodeCore:
             num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
             step_s=step_s,
+            bounds=self._scheduler.bounds,
         )
 
     def fail_all(self, error: Exception) -> StepDone:
@@ -345,5 +359,10 @@ class DecodeCore:
         self._stalled = False
         scheduler = self._scheduler
         self.load = EngineLoad(
-            self._pool.counts(), scheduler.num_running, scheduler.num_waiting, scheduler.num_preempted
+            self._pool.counts(),
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_preempted,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            rates=self._rates.rates(),
         )

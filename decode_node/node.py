@@ -100,19 +100,21 @@ class DecodeNode:
         """Begins to watch the engine: should it die, every request fails at once."""
         self._watch = asyncio.create_task(self._watch_engine())
 
-    async def reserve(self, request: NodeRequest, num_tokens: int) -> ReservationGranted:
-        """Sets blocks aside for `num_tokens`, or for as many of them as the limits say.
+    async def reserve(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> ReservationGranted:
+        """Sets blocks aside for `num_tokens_now` of `num_tokens`, or (0) for as many of them as the limits say.
 
         Raises InvalidRequestError and its kin for what is wrong, NeverFitsError for what is too large for this node,
         OverloadedError for what does not fit now, UnavailableError while the node drains or is stuck.
         """
         self._check_ready()
-        check_request(request, num_tokens, self.info)
+        check_request(request, num_tokens, self.info, num_tokens_now)
         check_fits(self.info.layout.blocks_for(num_tokens), self._load().blocks.total)
         self._check_taken()
         sequence = self._sequence(request)
         reservation_id = ReservationId(uuid.uuid4().hex)
-        reserved = await self._set_aside(reservation_id, sequence, self._num_blocks(request, num_tokens))
+        reserved = await self._set_aside(
+            reservation_id, sequence, self._num_blocks(request, num_tokens, num_tokens_now)
+        )
         sequence.num_computed_tokens = reserved.num_cached * sequence.block_tokens
         sequence.num_registered_blocks = reserved.num_cached
         return self._grant(reservation_id, sequence, tuple(reserved.block_ids), reserved.num_cached)
@@ -152,9 +154,9 @@ class DecodeNode:
         entry = self.reservations.open(reservation_id, compute_tail=compute_tail)
         try:
             if compute_tail:
-                self._command(entry, lambda core: core.compute(reservation_id, entry.sequence))
+                self._command(entry, self._newcomer(lambda core: core.compute(reservation_id, entry.sequence)))
             elif entry.phase in (Phase.COMMITTING, Phase.COMMITTED):
-                self._command(entry, lambda core: core.run(reservation_id))
+                self._command(entry, self._newcomer(lambda core: core.run(reservation_id)))
             yield self._requests[reservation_id].stream
         finally:
             self.end(reservation_id, NotFoundError(f"the Decode call of reservation {reservation_id} has ended"))
@@ -183,7 +185,8 @@ class DecodeNode:
         if reason is not None:
             stream.finish(DecodeFinished(reason))
         run, finished = entry.decoding, reason is not None
-        done = self._command(entry, lambda core: core.commit(reservation_id, sequence, run=run, finished=finished))
+        commit = self._newcomer(lambda core: core.commit(reservation_id, sequence, run=run, finished=finished))
+        done = self._command(entry, commit)
         done.add_done_callback(lambda _: self.reservations.committed(reservation_id))
         return done
 
@@ -233,6 +236,8 @@ class DecodeNode:
             num_slots_free=self._num_slots_free(load),
             num_reservations=self.reservations.num_pending,
             limits=self._limits,
+            rates=load.rates,
+            num_waiting_tokens=load.num_waiting_tokens,
         )
 
     def _num_slots_free(self, load: EngineLoad) -> int:
@@ -311,9 +316,10 @@ class DecodeNode:
         root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
         return Sequence.create(request, root, layout.block_tokens)
 
-    def _num_blocks(self, request: NodeRequest, num_tokens: int) -> int:
-        """To set aside now for a request that may grow to `num_tokens`."""
-        return self.info.layout.blocks_for(self._limits.num_reserved(len(request.token_ids), num_tokens))
+    def _num_blocks(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> int:
+        """To set aside now for a request that may grow to `num_tokens`: for `num_tokens_now`, unless that is 0."""
+        by_limits = self._limits.num_reserved(len(request.token_ids), num_tokens)
+        return self.info.layout.blocks_for(num_tokens_now or by_limits)
 
     def _check_taken(self) -> None:
         most = self._limits.max_requests
@@ -327,6 +333,16 @@ class DecodeNode:
     def _command(self, entry: Entry, fn: Callable[[DecodeCore], None]) -> asyncio.Future[None]:
         """Submits; a failure reaches the request's stream."""
         return self._commands.submit(fn, self._requests[entry.reservation_id].stream.fail)
+
+    def _newcomer(self, fn: Callable[[DecodeCore], None]) -> Callable[[DecodeCore], None]:
+        """`fn`, which lets a sequence in; the core hears how long the step that runs kept it waiting."""
+        asked_at = self.clock()
+
+        def let_in(core: DecodeCore) -> None:
+            core.came(asked_at)
+            fn(core)
+
+        return let_in
 
     def _ended(self, reservation_id: ReservationId, error: KVRelayError) -> None:
         request = self._requests.pop(reservation_id)

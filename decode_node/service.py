@@ -14,9 +14,10 @@ from kvrelay.errors import DeadlineError, KVRelayError, NotFoundError, Unavailab
 from kvrelay.messages import DecodeFinished, ReservationGranted
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_limits
+from kvrelay.rpc.node_service import NODE_SERVICE
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
 
-SERVICE_NAMES = ("kvrelay.pb.Decode", KV_TRANSFER)
+SERVICE_NAMES = ("kvrelay.pb.Decode", NODE_SERVICE, KV_TRANSFER)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,8 +33,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         server.add_generic_rpc_handlers((raw_methods(KV_TRANSFER, stream_stream={"Receive": self.receive}),))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveReply:
-        node_request, num_tokens = convert_decode.reserve_request_from_pb(request)
-        granted = await self._loaded().reserve(node_request, num_tokens)
+        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
+        granted = await self._loaded().reserve(node_request, num_tokens, num_tokens_now)
         return self._reply(granted, context)
 
     async def Fork(self, request: decode_pb2.ForkRequest, context: Context) -> decode_pb2.ReserveReply:

@@ -56,6 +56,9 @@ async def _ask(options: argparse.Namespace, prompt: Prompt, sampling: SamplingPa
             public_cache=options.public_cache,
             cache_ttl_s=options.cache_ttl,
             priority=options.priority,
+            ttft_target_s=options.ttft_target,
+            itl_target_s=options.itl_target,
+            best_effort=options.best_effort,
             timeout_s=options.timeout,
         )
         answer = await _collect(events, printer)
@@ -97,9 +100,16 @@ def parse_ids(text: str) -> tuple[int, ...]:
 def _check(options: argparse.Namespace) -> None:
     if options.timeout is not None and not options.timeout > 0:
         raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
-    asked = GenerateRequest(None, n=options.n, priority=options.priority)
+    asked = GenerateRequest(
+        None,
+        n=options.n,
+        priority=options.priority,
+        ttft_target_s=options.ttft_target,
+        itl_target_s=options.itl_target,
+    )
     asked.check_n()
     asked.check_priority()
+    asked.check_targets()
     if options.logprobs and not options.json:
         raise InvalidRequestError("--logprobs are only shown by --json; add it, or leave them out")
 
@@ -176,6 +186,18 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="go before your requests of less, -100 to 100; default: your usual",
+    )
+    parser.add_argument(
+        "--ttft-target",
+        type=float,
+        metavar="S",
+        help="refuse it at once where the first token would take more seconds; default: your usual",
+    )
+    parser.add_argument(
+        "--itl-target", type=float, metavar="S", help="the same, of the seconds between two tokens on average"
+    )
+    parser.add_argument(
+        "--best-effort", action="store_true", help="run it also where that is out of reach, after your others"
     )
     parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
     add_cache_arguments(parser)

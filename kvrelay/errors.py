@@ -95,6 +95,12 @@ class OverloadedError(KVRelayError):
     retryable = True
 
 
+class BudgetSpentError(OverloadedError):
+    """The tenant has used up what it may in a day."""
+
+    code = "budget_spent"
+
+
 class UnavailableError(KVRelayError):
     """A peer is gone, not ready or draining."""
 
@@ -140,6 +146,14 @@ class AlreadyCommittedError(StaleError):
     """The reservation has its KV: an earlier handoff got through, even if its sender never heard of it."""
 
     code = "already_committed"
+
+
+class AnswerDiffersError(KVRelayError):
+    """Sent again, a request got other tokens than those that its caller has already."""
+
+    code = "answer_differs"
+    status = Status.ABORTED
+    http_status = 409
 
 
 class ForeignBlockError(KVRelayError):

@@ -11,6 +11,7 @@ from kvrelay.errors import InvalidRequestError
 
 MAX_BATCHED_TOKENS = 131_072
 MAX_REQUESTS = 65_536
+MAX_WEIGHT = 100.0  # of a node, beside which the weights of others are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,28 @@ class PrefillLimits:
         _at_most("max_prefills", self.max_prefills, MAX_REQUESTS)
         _at_least("max_waiting", self.max_waiting, 0)
         _at_most("max_waiting", self.max_waiting, MAX_REQUESTS)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueMarks:
+    """Waits of newcomers, in seconds, under which steps may be longer and above which they get shorter."""
+
+    low_s: float = 0.03
+    high_s: float = 0.1
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError, naming values and what is allowed."""
+        if not 0 < self.low_s < self.high_s:
+            raise InvalidRequestError(
+                f"queue_low_s is {self.low_s:g} and queue_high_s is {self.high_s:g}; allowed is "
+                "0 < queue_low_s < queue_high_s"
+            )
+
+
+def check_weight(weight: float) -> None:
+    """A node's part of the requests beside other nodes' weights, 0 for none. Raises InvalidRequestError."""
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise InvalidRequestError(f"weight is {weight:g}; allowed is [0, {MAX_WEIGHT:g}]")
 
 
 def _at_most(name: str, value: int, high: int) -> None:

@@ -6,6 +6,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeStatus
+from kvrelay.engine.adaptive import AdaptiveBound
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
 from kvrelay.kv.block_store import BlockStore
@@ -17,9 +18,11 @@ from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs
 from prefill_node.links import DecodeLinks
 from prefill_node.metrics import PrefillMetrics
+from prefill_node.rates import PrefillRates
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.service import SERVICE_NAMES, PrefillService
 
+LEAST_STEP_TOKENS = 32  # however long newcomers wait
 OFFLOAD_BLOCKS = 32  # read between two steps; a step of 512 tokens fills as many
 
 
@@ -44,6 +47,7 @@ class PrefillApp:
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
+        self.host.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:
         """Loads the model, then joins the coordinator. Raises ModelFileError or ConfigError."""
@@ -72,11 +76,14 @@ class PrefillApp:
 
     def _make_core(self, loaded: LoadedEngine) -> PrefillCore:
         """Runs on the engine thread."""
-        scheduler = PrefillScheduler(self._config.limits)
+        marks = self._config.marks
+        size = AdaptiveBound(marks, LEAST_STEP_TOKENS) if marks else None
+        scheduler = PrefillScheduler(self._config.limits, size)
         return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, self._config.block_tokens)
 
     def _make_jobs(self, loaded: LoadedEngine, store: BlockStore | None) -> PrefillJobs:
-        links = DecodeLinks(loaded.info.layout.slab_bytes)
+        rates = PrefillRates()
+        links = DecodeLinks(loaded.info.layout.slab_bytes, on_carried=rates.carried)
         self.host.on_close(links.close)
         return PrefillJobs(
             self.host.engine,
@@ -88,6 +95,7 @@ class PrefillApp:
             load_limit_s=self._config.load_limit_s,
             store=store,
             costs=self._make_costs(),
+            rates=rates,
             offer=self.host.offer,
             on_status=self.host.changed,
         )

@@ -72,7 +72,9 @@ class PrefillOutput:
     num_waiting: int
     num_slots_free: int
     limits: PrefillLimits | None = None
+    step_tokens: int = 0  # that the next step computes at most
     num_remaining_tokens: int = 0  # to compute, of the jobs that compute
+    num_waiting_tokens: int = 0  # the same, and those of jobs that wait or load, as far as they are not cached here
     num_step_tokens: int = 0  # computed by the step, in step_s
     step_s: float = 0.0
 
@@ -118,6 +120,10 @@ class PrefillCore:
         self.scheduler.enqueue(job_id)
         self._jobs[job_id] = _Job(sequence)
         self._admit()
+
+    def came(self, asked_at: float) -> None:
+        """What follows could not be done before the step that ran since `asked_at` had ended."""
+        self.scheduler.waited(max(0.0, self.clock() - asked_at))
 
     def start(self, job_id: JobId, meeting: Meeting) -> None:
         """Begins to compute an admitted job, whose blocks before `meeting` are filled, and some in it will be."""
@@ -165,7 +171,9 @@ class PrefillCore:
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
             limits=self.scheduler.limits,
+            step_tokens=self.scheduler.step_tokens,
             num_remaining_tokens=self.scheduler.num_remaining_tokens,
+            num_waiting_tokens=sum(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed),
         )
 
     # EngineCore
@@ -179,6 +187,7 @@ class PrefillCore:
             return self.report()
         batch, started = Batch(tuple(row for _, row in rows)), self.clock()
         self._update(rows, self.runner.run(batch))
+        self.scheduler.stepped(batch.num_tokens)
         self._admit()
         return replace(self.report(), num_step_tokens=batch.num_tokens, step_s=self.clock() - started)
 
@@ -250,7 +259,8 @@ class PrefillCore:
             sequence = self._jobs[job_id].sequence
             prefix = sequence.block_hashes[: sequence.num_reusable_blocks]
             num_cached = len(self.pool.match(prefix))
-            num_uncomputed = sequence.num_tokens - num_cached * self.block_tokens
+            sequence.num_computed_tokens = num_cached * self.block_tokens
+            num_uncomputed = sequence.num_uncomputed
             if not self.scheduler.may_admit(num_uncomputed) or self._is_computed(prefix, num_cached, num_uncomputed):
                 continue
             try:

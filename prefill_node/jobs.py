@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
@@ -18,6 +19,7 @@ from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableE
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.hashing import Buffer, chain_root
 from kvrelay.kv.load_or_compute import LoadOrCompute
+from kvrelay.kv.meeting import Meeting
 from kvrelay.kv.offload import Offer, offer_nothing
 from kvrelay.kv.prefix import count_cached
 from kvrelay.limits import PrefillLimits
@@ -29,6 +31,7 @@ from prefill_node.links import DecodeLinks
 from prefill_node.loading import PrefixLoad, PrefixLoader
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.progress import Progress
+from prefill_node.rates import PrefillRates
 from prefill_node.scheduler import JobId
 from prefill_node.sender import NO_HANDOFF, HandoffReport, HandoffSender
 
@@ -58,11 +61,13 @@ class PrefillJobs:
         load_limit_s: float = 5.0,
         store: BlockStore | None = None,
         costs: LoadOrCompute | None = None,
+        rates: PrefillRates | None = None,
         offer: Offer = offer_nothing,
         on_status: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`costs` decide what is loaded, `offer` takes blocks to keep; `on_status` is told when `status` changed."""
+        """`costs` decide what is loaded, `rates` hear also what `links` carry, `offer` takes blocks to keep;
+        `on_status` is told when `status` changed."""
         self._engine = engine
         self._model = model
         self._kv = kv
@@ -70,7 +75,10 @@ class PrefillJobs:
         self._metrics = metrics
         self._stall_s = stall_s
         costs = costs or LoadOrCompute(model.layout.block_tokens)
-        self._loader = PrefixLoader(store, costs, kv.write_slab, metrics, limit_s=load_limit_s, clock=clock)
+        self._rates = rates or PrefillRates()
+        self._loader = PrefixLoader(
+            store, costs, kv.write_slab, metrics, limit_s=load_limit_s, on_loaded=self._loaded, clock=clock
+        )
         self._offer = offer
         self._on_status = on_status
         self._clock = clock
@@ -89,8 +97,10 @@ class PrefillJobs:
                 progress.take(event, self._clock())
         self._output = output
         self._loader.num_waiting_tokens = output.num_remaining_tokens
+        self._metrics.step_bound(output.step_tokens)
         if output.num_step_tokens:
             self._loader.costs.computed(output.num_step_tokens, output.step_s)
+            self._rates.computed(output.num_step_tokens, output.step_s)
         self._on_status()
 
     def status(self, *, ready: bool, not_ready_reason: str = "") -> NodeStatus:
@@ -104,6 +114,8 @@ class PrefillJobs:
             num_waiting=output.num_waiting,
             num_slots_free=0 if self._draining else output.num_slots_free,
             limits=output.limits,
+            rates=self._rates.rates(),
+            num_waiting_tokens=output.num_waiting_tokens,
         )
 
     async def set_limits(self, limits: PrefillLimits) -> PrefillLimits:
@@ -151,6 +163,9 @@ class PrefillJobs:
             # Nothing of this job reads or writes its blocks any more, so the engine may give them away.
             self._close_job(job_id)
 
+    def _loaded(self, num_blocks: int, seconds: float) -> None:
+        self._rates.loaded(num_blocks * self._model.layout.slab_bytes, seconds)
+
     # Ownership of a job
 
     def _open_job(self) -> tuple[JobId, Progress]:
@@ -175,7 +190,7 @@ class PrefillJobs:
         finishing.add_done_callback(lambda _: load.stop())
         try:
             meeting = await load.wait_head_start()
-            self._engine.post(lambda core: core.start(job_id, meeting))
+            self._engine.post(partial(_start, job_id=job_id, meeting=meeting, asked_at=self._clock()))
             await load.ended()
             cached = self._cached(progress, load)
             self._metrics.started(cached, sequence.block_tokens)
@@ -232,3 +247,8 @@ class PrefillJobs:
         most = (num_tokens - 1) // model.layout.block_tokens
         if target is not None and not 0 <= target.first_block <= most:
             raise InvalidRequestError(f"first_block is {target.first_block}; allowed is [0, {most}]")
+
+
+def _start(core: PrefillCore, job_id: JobId, meeting: Meeting, asked_at: float) -> None:
+    core.came(asked_at)
+    core.start(job_id, meeting)

@@ -42,17 +42,19 @@ class DecodeLinks:
         slab_bytes: int,
         open_link: Callable[[str], grpc.aio.Channel] = open_own,
         max_idle: int = MAX_IDLE_LINKS,
+        on_carried: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     ) -> None:
-        """`slab_bytes` is of the node's layout."""
+        """`slab_bytes` is of the node's layout. `on_carried` hears what any link carried, as Pace's."""
         self._slab_bytes = slab_bytes
         self._open_link = open_link
         self._max_idle = max_idle
+        self._on_carried = on_carried
         self._links: dict[str, Link] = {}  # least recently taken first
 
     @asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[Link]:
         """The node's link. One that turns out unavailable serves no later handoff: the next connects anew."""
-        link = self._links.pop(address, None) or Link(self._open_link(address), Turns(self._slab_bytes))
+        link = self._links.pop(address, None) or self._new_link(address)
         self._links[address] = link
         link.num_users += 1
         try:
@@ -68,6 +70,9 @@ class DecodeLinks:
         """Closes every channel, also those in use: their calls end cancelled."""
         links, self._links = self._links, {}
         await asyncio.gather(*(link.channel.close() for link in links.values()))
+
+    def _new_link(self, address: str) -> Link:
+        return Link(self._open_link(address), Turns(self._slab_bytes, self._on_carried))
 
     def _retire(self, address: str, link: Link) -> None:
         link.retired = True

@@ -52,14 +52,16 @@ class PrefixLoader:
         metrics: PrefillMetrics,
         *,
         limit_s: float,
+        on_loaded: Callable[[int, float], None] = lambda num_blocks, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit_s` bounds one load."""
+        """`limit_s` bounds one load; `on_loaded` hears how many blocks came of one, and in how many seconds."""
         self.store = store
         self.costs = costs
         self.write_slab = write_slab
         self.metrics = metrics
         self.limit_s = limit_s
+        self.on_loaded = on_loaded
         self.clock = clock
         self.num_waiting_tokens = 0  # that the engine is to compute
 
@@ -238,4 +240,5 @@ class PrefixLoad:
         now, num_blocks = self._loader.clock(), len(self.tiers)
         if self.tiers:
             self._loader.costs.loaded(num_blocks, self._first_at - self._began_at, now - self._began_at)
+            self._loader.on_loaded(num_blocks, now - self._began_at)
         self._loader.metrics.loaded(outcome.value, now - self._asked_at, num_blocks * self._sequence.block_tokens)

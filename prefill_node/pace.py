@@ -14,6 +14,7 @@ do not: tests/integration/test_link_order.py.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 TARGET_S = 0.25  # an eighth of the ping timeout: room for a rate that falls, and for pings of the other side
@@ -34,9 +35,15 @@ class Sent:
 class Pace:
     """Of one link. Times are of any one clock, in seconds."""
 
-    def __init__(self, part_bytes: int, message_bytes: int) -> None:
+    def __init__(
+        self,
+        part_bytes: int,
+        message_bytes: int,
+        on_carried: Callable[[int, float], None] = lambda num_bytes, seconds: None,
+    ) -> None:
         """`part_bytes` is what the largest part of a slab takes of a message, `message_bytes` what all take that a
-        message holds."""
+        message holds. `on_carried` hears of bytes that arrived, and in how many seconds, whenever a message tells."""
+        self._on_carried = on_carried
         self._part_bytes = part_bytes
         self._message_bytes = message_bytes
         self._most_bytes = MESSAGES * message_bytes
@@ -79,7 +86,9 @@ class Pace:
         self.forgotten(message)
         self._answered_bytes += message.num_bytes
         self._answered_at = now
-        carried = self._carries(self._answered_bytes - message.answered_bytes, now - message.answered_at)
+        num_bytes, seconds = self._answered_bytes - message.answered_bytes, now - message.answered_at
+        self._on_carried(num_bytes, seconds)
+        carried = self._carries(num_bytes, seconds)
         if now - message.sent_at > TARGET_S:
             self.bound_bytes = self._within(min(self.bound_bytes, carried))
         elif carried > self.bound_bytes:

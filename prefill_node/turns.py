@@ -17,11 +17,13 @@ from prefill_node.pace import Pace, Sent
 class Turns:
     """Of one link to a decode node. Belongs to the event loop."""
 
-    def __init__(self, slab_bytes: int) -> None:
-        """`slab_bytes` is of the model's layout: a node serves one."""
+    def __init__(
+        self, slab_bytes: int, on_carried: Callable[[int, float], None] = lambda num_bytes, seconds: None
+    ) -> None:
+        """`slab_bytes` is of the model's layout: a node serves one. `on_carried` is Pace's."""
         largest = part_bytes(slab_bytes)
         self.part_bytes = frame_bytes(largest)
-        self.pace = Pace(self.part_bytes, self.part_bytes * frames_per_message(largest))
+        self.pace = Pace(self.part_bytes, self.part_bytes * frames_per_message(largest), on_carried)
         self._queue: deque[Turn] = deque()
 
     def is_first(self, turn: Turn) -> bool:

@@ -31,17 +31,20 @@ from kvrelay.types import InstanceId, ReservationId
 CHECKSUM_BYTES = 16
 
 
-def reserve_request_to_pb(request: NodeRequest, num_tokens: int) -> decode_pb2.ReserveRequest:
-    return decode_pb2.ReserveRequest(request=node_request_to_pb(request), num_tokens=num_tokens)
+def reserve_request_to_pb(request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> decode_pb2.ReserveRequest:
+    return decode_pb2.ReserveRequest(
+        request=node_request_to_pb(request), num_tokens=num_tokens, num_tokens_now=num_tokens_now
+    )
 
 
-def reserve_request_from_pb(wire: decode_pb2.ReserveRequest) -> tuple[NodeRequest, int]:
+def reserve_request_from_pb(wire: decode_pb2.ReserveRequest) -> tuple[NodeRequest, int, int]:
+    """The request, the positions it may grow to, and those to set aside now (0: as the node's limits say)."""
     request = node_request_from_pb(wire.request)
     check(
         wire.num_tokens >= len(request.token_ids),
         f"num_tokens is {wire.num_tokens}, fewer than the request's {len(request.token_ids)} tokens",
     )
-    return request, wire.num_tokens
+    return request, wire.num_tokens, wire.num_tokens_now
 
 
 def reservation_id_from_pb(text: str) -> ReservationId:

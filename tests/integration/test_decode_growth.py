@@ -28,8 +28,9 @@ def request(num_prompt: int, max_tokens: int, first: int = 10, seed: int = 0) ->
     return make_request(tuple(range(first, first + num_prompt)), max_tokens, temperature=0.8, seed=seed)
 
 
-async def reserve(harness: Harness, one: NodeRequest) -> ReservationGranted:
-    return await harness.client.reserve(one, one.num_prompt_tokens + (one.sampling.max_tokens or 0), timeout_s=10.0)
+async def reserve(harness: Harness, one: NodeRequest, num_tokens_now: int = 0) -> ReservationGranted:
+    num_tokens = one.num_prompt_tokens + (one.sampling.max_tokens or 0)
+    return await harness.client.reserve(one, num_tokens, timeout_s=10.0, num_tokens_now=num_tokens_now)
 
 
 async def read(harness: Harness, granted: ReservationGranted, *, tail: bool = True) -> tuple[list[int], DecodeFinished]:
@@ -118,6 +119,35 @@ async def test_answers_that_grow_past_the_memory_end_whole_and_each_preemption_i
         count = harness.registry.get_sample_value("kvrelay_preemptions_total", {"resume": "recompute"})
         assert count == len(lines) >= 1
         assert harness.registry.get_sample_value("kvrelay_preemptions_total", {"resume": "swap"}) == 0
+
+
+async def test_a_request_may_say_how_much_to_set_aside_and_its_answer_is_the_same() -> None:
+    """Full, a pool of 8 blocks of 4 holds one request of 20 positions; with 8 positions each it holds four, of which
+    some give way as they grow."""
+    cache, runner = slot_engine(8)
+    requests = [request(6, 14, first=10 + 20 * number) for number in range(4)]
+    async with decode_node(info=INFO, cache=cache, runner=runner, num_blocks=8, max_batched_tokens=32) as harness:
+        granted = [await reserve(harness, requests[0])]
+        assert (await harness.counts()).reserved == 5
+        with pytest.raises(OverloadedError):
+            await reserve(harness, requests[1])
+        await harness.client.release(granted.pop().reservation_id)
+        await harness.all_free()
+        granted = [await reserve(harness, one, 8) for one in requests]
+        assert (await harness.counts()).reserved == 8
+        answers = await asyncio.gather(*(read(harness, one) for one in granted))
+        assert [token_ids for token_ids, _ in answers] == [reference_answer(one) for one in requests]
+        assert harness.registry.get_sample_value("kvrelay_preemptions_total", {"resume": "recompute"}) >= 1  # type: ignore[operator]
+
+
+async def test_what_a_request_says_to_set_aside_goes_before_the_nodes_setting() -> None:
+    cache, runner = slot_engine(24)
+    async with decode_node(info=INFO, cache=cache, runner=runner, num_blocks=24, reserve_output_tokens=1) as harness:
+        granted = await reserve(harness, request(6, 14), 17)
+        assert (await harness.counts()).reserved == 5
+        with pytest.raises(InvalidRequestError, match=r"num_tokens_now is 6; allowed is 0, or \[7, 20\]"):
+            await reserve(harness, request(6, 14), 6)
+        await harness.client.release(granted.reservation_id)
 
 
 async def test_what_never_fits_is_refused_at_once_however_little_is_set_aside() -> None:

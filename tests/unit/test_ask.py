@@ -43,7 +43,7 @@ def test_token_ids_of_a_file(tmp_path: Path) -> None:
         ask.parse_ids(f"@{tmp_path}/missing")
 
 
-@pytest.mark.parametrize("address", ["", "foo", "127.0.0.1:99999", "127.0.0.1:7400,127.0.0.1:7402", "http://a:1"])
+@pytest.mark.parametrize("address", ["", "foo", "127.0.0.1:99999", "http://a:1"])
 def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         ask.main(["hello", "--address", address])
@@ -76,6 +76,8 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--n", "0"], "n is 0; allowed is [1, 128]"),
         (["hello", "--n", "129"], "n is 129; allowed is [1, 128]"),
         (["hello", "--priority", "101"], "priority is 101; allowed is [-100, 100]"),
+        (["hello", "--ttft-target", "0"], "ttft_target_s is 0; allowed is a number of seconds over 0"),
+        (["hello", "--itl-target", "inf"], "itl_target_s is inf; allowed is a number of seconds over 0"),
         (["hello", "--timeout", "nan"], "--timeout is nan"),
         (["--prompt-ids", "1,x"], "'x' is no token id"),
         (["hello", "--logprobs", "2"], "--logprobs are only shown by --json"),

@@ -11,6 +11,7 @@ from kvrelay import errors
 from kvrelay.errors import (
     AlreadyCommittedError,
     BadLogitsError,
+    BudgetSpentError,
     CancelledError,
     CorruptBlockError,
     DeadlineError,
@@ -96,6 +97,7 @@ def test_a_process_that_is_gone_is_forgotten_with_its_links() -> None:
 
 NO_FAULT = {
     InvalidRequestError,
+    BudgetSpentError,
     PromptTooLongError,
     NeverFitsError,
     OverloadedError,

@@ -172,3 +172,39 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[str, int]], data: st.DataObj
                 num_rounds = 700 / (QUANTUM * WEIGHTS[name]) + 2
                 others = [weight for other, weight in WEIGHTS.items() if other != name]
                 assert since[name] <= sum(num_rounds * QUANTUM * weight + 700 for weight in others)
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    st.lists(st.integers(1, 300), max_size=12),
+    st.integers(0, 12),
+)
+def test_what_others_get_before_a_tenants_last_is_known_within_a_round_and_a_request(
+    own: list[int], others: list[int], thirds: list[int], num_turns: int
+) -> None:
+    backlogs = Backlogs(a=own, b=others, **({"c": thirds} if thirds else {}))
+    for _ in range(min(num_turns, len(own) + len(others) + len(thirds) - 1)):
+        backlogs.turn()
+    if not backlogs.waiting["a"]:
+        return
+    ahead = sum(list(backlogs.waiting["a"])[:-1])
+    predicted = {
+        name: min(sum(backlogs.waiting[name]), backlogs.rounds.due_before(name, "a", ahead))
+        for name in "bc"
+        if backlogs.waiting[name]
+    }
+    before = {name: sum(backlogs.waiting[name]) for name in predicted}
+    while len(backlogs.waiting["a"]) > 1 or backlogs.rounds.next() != "a":
+        backlogs.turn()
+    for name, tokens in predicted.items():
+        had = before[name] - sum(backlogs.waiting[name])
+        assert abs(had - tokens) <= 2 * QUANTUM * WEIGHTS[name] / WEIGHTS["c"] + 600
+
+
+def test_a_share_is_of_those_that_wait_and_a_look_leaves_no_account() -> None:
+    backlogs = Backlogs(b=[1], c=[1])
+    assert backlogs.rounds.share("a") == 100 / 350
+    assert backlogs.rounds.share("b") == 200 / 250
+    assert backlogs.rounds.due_before("b", "a", 1_000) == 2_000
+    assert backlogs.rounds.num_accounts == 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.members import Members
-from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.kv.layout import KVLayout
 from kvrelay.types import BlockCounts, InstanceId, Role
@@ -33,13 +33,41 @@ def test_member_is_usable_from_its_first_ready_status_on() -> None:
     assert members.usable(Role.DECODE_NODE) == []
 
 
+def test_a_node_of_weight_0_takes_nothing_new_and_why_nobody_does_is_told() -> None:
+    members = Members(timeout_s=3.0)
+    assert members.why_not_ready == "no prefill-node and no decode-node is ready"
+    decode, other = members.join(node("one"), now=0.0), members.join(node("two"), now=0.0)
+    prefill = members.join(node("prefill", Role.PREFILL_NODE), now=0.0)
+    for member in (decode, other, prefill):
+        members.update(member, READY, now=0.1)
+    assert members.why_not_ready == ""
+    assert members.update(decode, replace(READY, weight=0.0), now=0.2)
+    assert members.usable(Role.DECODE_NODE) == [other]
+    assert (members.is_usable(InstanceId("one")), members.is_usable(InstanceId("two"))) == (False, True)
+    members.update(other, replace(READY, draining=True), now=0.3)
+    assert members.why_not_ready == "every decode-node that is ready has weight 0"
+    members.update(prefill, replace(READY, ready=False), now=0.4)
+    assert members.why_not_ready == "no prefill-node is ready and every decode-node that is ready has weight 0"
+    members.update(decode, replace(READY, weight=0.01), now=0.5)
+    assert members.why_not_ready == "no prefill-node is ready"
+
+
 def test_status_after_an_assignment_counts_as_change() -> None:
     members = Members(timeout_s=3.0)
     member = members.join(node(), now=0.0)
     members.update(member, READY, now=0.1)
-    member.num_assigned = 2
+    member.num_assigned, member.num_assigned_tokens = 2, 300
     assert members.update(member, READY, now=0.2)
-    assert member.num_assigned == 0
+    assert (member.num_assigned, member.num_assigned_tokens) == (0, 0)
+
+
+def test_a_node_that_got_faster_or_further_has_no_more_room_for_it() -> None:
+    members = Members(timeout_s=3.0)
+    member = members.join(node(), now=0.0)
+    members.update(member, READY, now=0.1)
+    status = replace(READY, rates=NodeRates(prefill_tokens_per_s=100.0), num_waiting_tokens=5)
+    assert not members.update(member, status, now=0.2)
+    assert member.status == status
 
 
 def test_silence_ends_membership() -> None:

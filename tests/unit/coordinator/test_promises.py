@@ -151,3 +151,14 @@ def test_tenants_long_unheard_of_are_forgotten() -> None:
     for number in range(1_000):
         advice.waited(f"t{number}", 1.0)
     assert advice.wait_s("first") == MIN_RETRY_AFTER_S
+
+
+def test_what_takes_longer_to_come_in_reach_is_told_no_sooner() -> None:
+    promises, pace = Promises(lead_s=1.0), FixedPace(0.5)
+    assert promises.tell("one", 1, 0, pace, 1.0, now=0.0, at_least_s=9.0) == 9.0
+    assert promises.tell("two", 1, 0, pace, 1.0, now=0.0, at_least_s=1.0) == 9.0 + 0.5 * 1.25
+    assert promises.num_kept("new", pace, now=6.5) == 0, "the time is not near yet"
+    assert promises.num_kept("new", pace, now=8.5) == 2
+    assert not promises.waits_for("one", now=8.0)
+    assert promises.waits_for("one", now=8.5)
+    assert not promises.waits_for("new", now=8.5)

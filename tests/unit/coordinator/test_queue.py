@@ -60,3 +60,19 @@ def test_a_steady_stream_of_urgent_requests_starves_nobody(priority: int, num_a_
             break
         assert now <= bound_s
     assert now <= bound_s + 2 / num_a_second
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 8)), max_size=20), st.integers(-5, 5))
+def test_what_goes_before_one_that_comes_now_is_what_is_taken_before_it(
+    others: list[tuple[int, int]], priority: int
+) -> None:
+    queue = TenantQueue()
+    for number, (own_priority, entered_at) in enumerate(others):
+        queue.add(Ticket(lambda: None, Demand(num_tokens=2**number, priority=own_priority), entered_at))
+    expected, last = queue.num_tokens_before(priority, 8.0), ticket(8.0, priority)
+    assert queue.num_tokens == 2 ** len(others) - 1
+    queue.add(last)
+    taken_before = 0
+    while (one := queue.take()) is not last:
+        taken_before += one.demand.num_tokens
+    assert taken_before == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.answer import Answer
@@ -45,6 +47,29 @@ def test_resumed_request_asks_for_the_rest() -> None:
     assert request.num_positions == 7  # prompt and whole answer, as in the first attempt
     root = chain_root("aa", LAYOUT.fingerprint, b"salt")
     assert request.hashes() == block_hashes(root, [5, 6, 7, 8], 2)
+
+
+@pytest.mark.parametrize(
+    ("expected_tokens", "num_answered", "now"),
+    [
+        (0, 0, 0),
+        (40, 0, 3 + 40),
+        (40, 10, 3 + 40),
+        (40, 30, 3 + 30 + 16),
+        (2, 0, 3 + 16),
+        (2, 55, 3 + 60),
+        (400, 0, 63),
+    ],
+)
+def test_what_is_set_aside_is_as_expected_and_at_least_some_more_than_there_is(
+    expected_tokens: int, num_answered: int, now: int
+) -> None:
+    sampling = replace(SAMPLING, max_tokens=60)
+    accepted = replace(state().accepted, sampling=sampling, expected_tokens=expected_tokens)
+    request = RequestState(accepted, Answer(NoText(), sampling, ()), 10.0)
+    request.answer.add([GeneratedToken(8)] * num_answered)
+    assert request.num_positions_now == now
+    assert request.num_positions == 63
 
 
 def test_cached_tokens_are_those_of_the_attempt_that_began_the_answer() -> None:

@@ -22,11 +22,22 @@ def test_each_tenant_has_its_own_terms_and_everyone_else_the_stars() -> None:
     assert policies.of("default") == policies.of("anyone") == TenantPolicy(max_queued_tokens=2000)
     assert policies.of("plain") == TenantPolicy()
     assert policies.weight("search") == 3.0
+    assert parse_policies("a:ttft_s=1.5,itl_s=0.05,max_prompt_tokens=900,daily_tokens=1000000").of("a") == TenantPolicy(
+        ttft_s=1.5, itl_s=0.05, max_prompt_tokens=900, daily_tokens=1_000_000
+    )
 
 
 def test_nothing_is_said_of_anyone() -> None:
     assert parse_policies("").of("default") == TenantPolicy(
-        weight=1.0, max_queued=0, max_queued_tokens=0, max_wait_s=0.0, priority=0
+        weight=1.0,
+        max_queued=0,
+        max_queued_tokens=0,
+        max_wait_s=0.0,
+        priority=0,
+        ttft_s=0.0,
+        itl_s=0.0,
+        max_prompt_tokens=0,
+        daily_tokens=0,
     )
 
 
@@ -50,6 +61,10 @@ def test_parts_go_by_weight_and_what_is_left_is_nobodys() -> None:
         ("a:max_queued=1.5", "max_queued is '1.5'; allowed is a whole number"),
         ("a:max_queued=-1", "max_queued is -1; allowed is at least 0, where 0 sets no bound"),
         ("a:max_wait_s=inf", "max_wait_s is inf; allowed is at least 0"),
+        ("a:ttft_s=inf", "ttft_s is inf; allowed is at least 0, where 0 sets no target"),
+        ("a:itl_s=-1", "itl_s is -1; allowed is at least 0, where 0 sets no target"),
+        ("a:daily_tokens=-1", "daily_tokens is -1; allowed is at least 0, where 0 sets no bound"),
+        ("a:max_prompt_tokens=x", "max_prompt_tokens is 'x'; allowed is a whole number"),
         ("a:priority=101", "priority is 101; allowed is [-100, 100]"),
         (
             "a:wieght=1",

@@ -9,14 +9,18 @@ from tests.support.fake_engine import make_info, make_request
 INFO = make_info()  # 64 positions, 100 token ids
 
 
-def check(token_ids: tuple[int, ...] = (10, 11, 12), num_tokens: int = 11, **request: object) -> None:
-    check_request(make_request(token_ids, **request), num_tokens, INFO)  # type: ignore[arg-type]
+def check(
+    token_ids: tuple[int, ...] = (10, 11, 12), num_tokens: int = 11, num_tokens_now: int = 0, **request: object
+) -> None:
+    check_request(make_request(token_ids, **request), num_tokens, INFO, num_tokens_now)  # type: ignore[arg-type]
 
 
 def test_a_request_that_fits_is_taken() -> None:
     check()
     check(tuple(range(60)), num_tokens=64, max_tokens=20)
     check((10, 11, 12), num_tokens=9, num_prompt_tokens=1)
+    check(num_tokens_now=4)
+    check(num_tokens_now=11)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,8 @@ def test_a_request_that_fits_is_taken() -> None:
         ({"seed": None}, "max_tokens and seed must be set"),
         ({"stop_token_ids": (100,)}, "stop_token_ids holds 100"),
         ({"num_tokens": 10}, "num_tokens is 10; prompt and answer may take 11"),
+        ({"num_tokens_now": 3}, r"num_tokens_now is 3; allowed is 0, or \[4, 11\]"),
+        ({"num_tokens_now": 12}, r"num_tokens_now is 12; allowed is 0, or \[4, 11\]"),
         ({"num_prompt_tokens": 1, "max_tokens": 2}, "2 of max_tokens 2 are generated; nothing is left to do"),
     ],
 )

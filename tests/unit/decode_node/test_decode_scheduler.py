@@ -52,6 +52,17 @@ def test_sequences_join_in_order_as_rows_become_free() -> None:
     assert step(scheduler) == [(second, 1), (third, 1)]
 
 
+def test_tokens_that_wait_are_those_of_prompts_beyond_their_last() -> None:
+    scheduler = Scheduler(DecodeLimits(max_batch=4, max_batched_tokens=8))
+    for num_uncomputed in (1, 9):
+        scheduler.add(make_sequence(num_uncomputed))
+    assert scheduler.num_waiting_tokens == 8
+    step(scheduler)
+    assert scheduler.num_waiting_tokens == 1
+    step(scheduler)
+    assert scheduler.num_waiting_tokens == 0
+
+
 def test_a_prompts_tail_takes_what_the_budget_leaves_and_decodes_go_on() -> None:
     scheduler = Scheduler(DecodeLimits(max_batch=4, max_batched_tokens=8))
     decode, tail, later = make_sequence(1), make_sequence(9), make_sequence(4)

@@ -94,14 +94,12 @@ def test_prefill_requests_survive_the_wire(request: NodeRequest, target: Handoff
     assert convert_prefill.prefill_request_from_pb(wire) == (request, target)
 
 
-@given(request=messages.node_requests(), extra=st.integers(0, 100))
-def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int) -> None:
+@given(request=messages.node_requests(), extra=st.integers(0, 100), num_now=st.integers(0, 100))
+def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int, num_now: int) -> None:
     num_tokens = len(request.token_ids) + extra
+    wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_now)
 
-    assert convert_decode.reserve_request_from_pb(convert_decode.reserve_request_to_pb(request, num_tokens)) == (
-        request,
-        num_tokens,
-    )
+    assert convert_decode.reserve_request_from_pb(wire) == (request, num_tokens, num_now)
 
 
 @pytest.mark.parametrize("role", Role)

@@ -1,0 +1,43 @@
+"""How fast this node decodes and computes prompts, step by step. Pure; belongs to the engine thread."""
+
+from __future__ import annotations
+
+from kvrelay.cluster import NodeRates
+from kvrelay.rates import Line, WorkRate
+
+HALF_TOKENS = 2048
+HALF_BYTES = 64 * 2**20
+MIN_SHARE = 0.1  # of a step's time that prompts in it take at least: a step may be quicker than the line says
+
+
+class DecodeRates:
+    """A step of sequences that advance by one token each takes base + slope x sequences; what one with prompts in it
+    takes beyond that is what the prompts' tokens take."""
+
+    def __init__(self, slab_bytes: int) -> None:
+        self._slab_bytes = slab_bytes
+        self._step = Line()
+        self._prompts = WorkRate(HALF_TOKENS)
+        self._store = WorkRate(HALF_BYTES)
+
+    def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step of `num_rows` sequences, with `num_tokens` tokens in all."""
+        if num_rows == 0:
+            return
+        num_more = num_tokens - num_rows
+        if num_more <= 0:
+            self._step.add(num_rows, seconds)
+        else:
+            self._prompts.add(num_more, max(seconds - self._step.at(num_rows), MIN_SHARE * seconds))
+
+    def loaded(self, num_blocks: int, seconds: float) -> None:
+        """So many blocks came from kvstores."""
+        self._store.add(num_blocks * self._slab_bytes, seconds)
+
+    def rates(self) -> NodeRates:
+        return NodeRates(
+            prefill_tokens_per_s=self._prompts.per_s,
+            store_bytes_per_s=self._store.per_s,
+            step_s=self._step.base,
+            step_row_s=self._step.slope,
+        )
