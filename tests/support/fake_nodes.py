@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import (
     AlreadyCommittedError,
     InvalidRequestError,
@@ -99,6 +99,8 @@ class FakeNode:
         self.num_blocks = num_blocks
         self.num_slots_free = 4
         self.ready = True
+        self.rates = NodeRates()
+        self.num_waiting_tokens = 0
         self.model: ModelInfo = MODEL
         self.at = {name: Stage() for name in self.stages}
         self.reached: Counter[str] = Counter()
@@ -157,7 +159,13 @@ class FakeNode:
         raise NotImplementedError
 
     def status(self) -> NodeStatus:
-        return NodeStatus(ready=self.ready, blocks=self.blocks(), num_slots_free=self.num_slots_free)
+        return NodeStatus(
+            ready=self.ready,
+            blocks=self.blocks(),
+            num_slots_free=self.num_slots_free,
+            rates=self.rates,
+            num_waiting_tokens=self.num_waiting_tokens,
+        )
 
     def tell(self) -> None:
         """State changed: whoever waits for it looks, and the coordinator hears of it."""
