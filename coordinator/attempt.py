@@ -117,9 +117,7 @@ class Attempt:
             async for event in events:
                 if isinstance(event, TokensDecoded):
                     if not self._state.has_begun:
-                        self._cluster.succeeded(placement.decode)
-                    if placement.is_tail and not self._state.has_begun:
-                        self._note_tail(placement, time.monotonic() - started)
+                        self._note_begin(placement, time.monotonic() - started)
                     self._take(event.tokens)
                     if self._state.answer.stop_string:
                         return
@@ -128,8 +126,12 @@ class Attempt:
                     return
         raise UnavailableError(f"decode node {placement.address} ended its stream before the answer")
 
-    def _note_tail(self, placement: Placement, compute_s: float) -> None:
-        """As seen from here, for an answer that a stop string ends before the decode node gives its own account."""
+    def _note_begin(self, placement: Placement, compute_s: float) -> None:
+        """Of a tail: as seen from here, for an answer that a stop string ends before the decode node gives its own
+        account."""
+        self._cluster.succeeded(placement.decode)
+        if not placement.is_tail:
+            return
         num_cached = placement.granted.num_cached_blocks * self._state.accepted.model.layout.block_tokens
         self._state.note_cached(CachedTokens(device=num_cached))
         self._state.account.prefill_s = compute_s
@@ -249,8 +251,8 @@ class Attempt:
             account = self._state.account
             self._lifetime.take(Edge.FIRST_TOKEN, f"from {account.decode_node or account.prefill_node}")
             self._came_first()
-        if self._state.account.first_token_at is None:
-            self._state.account.first_token_at = time.monotonic()
+            if account.first_token_at is None:
+                account.first_token_at = time.monotonic()
         self._send(self._state.answer.add(tokens))
 
     def _came_first(self) -> None:
