@@ -1,4 +1,4 @@
-"""The cluster as it is now: members kept current by a timer, guesses at their caches, and who hears of changes."""
+"""The cluster as it is now: members kept current by a timer, what they have cached, and who hears of changes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from contextlib import asynccontextmanager, contextmanager
 from coordinator.circuits import Circuits, Party, answers
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
+from coordinator.prefix_index import PrefixIndex
 from coordinator.presence import Presence
-from coordinator.router import PrefixIndex
-from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.errors import KVRelayError, UnavailableError
+from kvrelay.cluster import CacheEvents, NodeInfo, NodeStatus
+from kvrelay.errors import InvalidRequestError, KVRelayError, StaleError, UnavailableError
 from kvrelay.types import BlockHash, InstanceId, Role
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_INDEXED_BLOCKS = 1_000_000  # of each role
 LOOK_AGAIN_S = 0.5  # until what found no room tries again although no status told of any
 
 
 class Cluster:
     """Belongs to the event loop. `on_change` is called when there may be more room, or fewer nodes, than before."""
 
-    def __init__(self, members: Members, nodes: Nodes, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        nodes: Nodes,
+        on_change: Callable[[], None],
+        max_indexed_blocks: int = DEFAULT_INDEXED_BLOCKS,
+    ) -> None:
         self.members = members
         self.nodes = nodes
         self._on_change = on_change
         self.circuits = Circuits()
         self.presence = Presence()
-        self._caches = {role: PrefixIndex() for role in (Role.PREFILL_NODE, Role.DECODE_NODE)}
+        self.caches = {role: PrefixIndex(max_indexed_blocks) for role in COMPUTING_ROLES}
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._ends_streams = False
         self._timer: asyncio.TimerHandle | None = None
@@ -43,6 +50,8 @@ class Cluster:
         past = self.members.past_of(info)
         if past is not None:
             self._lose(past, "was replaced by a new process")
+        if info.role in self.caches:
+            self.caches[info.role].joined(info.instance_id, self._now())
         logger.info("%s %s joined as %s", info.role.value, info.address, info.instance_id)
         self._set_timer()
         return member
@@ -51,6 +60,17 @@ class Cluster:
         """Raises StaleError when the node is no member any more."""
         if self.members.update(member, status, self._now()):
             self._change()
+
+    def cache_told(self, member: Member, told: CacheEvents) -> bool:
+        """Notes what became of its cached blocks; whether it has to tell of all of them, since it or we lost count.
+
+        Raises StaleError when the node is no member any more, InvalidRequestError for one that has no such blocks.
+        """
+        if not self.members.has(member):
+            raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
+        if member.info.role not in self.caches:
+            raise InvalidRequestError(f"a {member.info.role.value} has no cached blocks to tell of")
+        return self.caches[member.info.role].apply(member.info.instance_id, told, self._now())
 
     def disconnect(self, member: Member) -> None:
         """Its Join stream ended: nothing new goes there until it joins again; the work it does for us goes on until its
@@ -74,12 +94,12 @@ class Cluster:
 
     def cached(self, role: Role, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
         """Leading blocks that each node of a role probably has."""
-        return self._caches[role].match(hashes)
+        return self.caches[role].match(hashes, self._now())
 
     def assigned(self, member: Member, hashes: Sequence[BlockHash]) -> None:
         """A request went there: one more until its next status tells, and its blocks will be cached there."""
         member.num_assigned += 1
-        self._caches[member.info.role].record(member.info.instance_id, hashes)
+        self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
 
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:
@@ -185,8 +205,8 @@ class Cluster:
         self.members.remove(member)
         self.nodes.forget(member.info.address)
         self.circuits.forget(member.info.instance_id)
-        if member.info.role in self._caches:
-            self._caches[member.info.role].forget(member.info.instance_id)
+        if member.info.role in self.caches:
+            self.caches[member.info.role].forget(member.info.instance_id)
         for guard in list(self._guards.get(member.info.instance_id, ())):
             if not guard.expired():  # it was lost before, and the work has not come to its end yet
                 guard.reschedule(self._now())

@@ -33,6 +33,11 @@ class CoordinatorConfig(RoleConfig):
     local_tail_tokens: int = option(
         32, "prompt tokens not cached on the decode node up to which it computes them itself", minimum=0
     )
+    prefix_index_blocks: int = option(
+        1_000_000,
+        "cached blocks that are known by node, of prefill and of decode nodes each; a million take about 150 MB",
+        minimum=1,
+    )
     # A node that is gone is found in less than 5 s by its broken streams. This is for one that hangs, and longer than
     # an interpreter may be busy: meanwhile keepalive, answered below it, says that all is well.
     member_timeout_s: float = option(

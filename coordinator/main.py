@@ -18,6 +18,7 @@ from coordinator.members import Members
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.places import Places
+from coordinator.prefix_index_metrics import PrefixIndexCollector
 from coordinator.retry_advice import RetryAdvice
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
 from coordinator.tenant_policy import TenantPolicies, parse_policies
@@ -53,8 +54,9 @@ class Coordinator:
         self._readiness: Readiness | None = None
         self._nodes = Nodes()
         members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
-        self._cluster = Cluster(members, self._nodes, self._changed)
+        self._cluster = Cluster(members, self._nodes, self._changed, config.prefix_index_blocks)
         self._metrics = CoordinatorMetrics(registry)
+        PrefixIndexCollector(registry, self._cluster.caches)
         policies = parse_policies(config.tenants)
         if identify is _KNOWS_NOBODY:
             _warn_of_strangers(policies)

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coordinator.members import Member
-from kvrelay.types import BlockHash, InstanceId
+from kvrelay.types import InstanceId
 
 # What one request on a node costs a new one there, in blocks of prompt: a cached prefix draws a request to its node
 # until the queue there costs more than the prefix spares.
 PREFILL_REQUEST_BLOCKS = 32  # it computes prompts one after another
 DECODE_REQUEST_BLOCKS = 4  # a batch row slows the others a little
-
-
-class PrefixIndex:
-    """Which node was last given which blocks: a guess at caches, bounded, never asked for proof."""
-
-    def __init__(self, max_blocks: int = 65_536) -> None:
-        self._max_blocks = max_blocks
-        self._holders: OrderedDict[BlockHash, set[InstanceId]] = OrderedDict()
-
-    def record(self, instance_id: InstanceId, hashes: Sequence[BlockHash]) -> None:
-        """The node now holds these blocks. Tails are noted first, so that they are forgotten first."""
-        for block_hash in reversed(hashes):
-            self._holders.setdefault(block_hash, set()).add(instance_id)
-            self._holders.move_to_end(block_hash)
-        while len(self._holders) > self._max_blocks:
-            self._holders.popitem(last=False)
-
-    def match(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """Leading blocks each node holds; nodes that hold none are left out."""
-        matched: dict[InstanceId, int] = {}
-        alive: set[InstanceId] | None = None
-        for index, block_hash in enumerate(hashes):
-            holders = self._holders.get(block_hash, set())
-            alive = set(holders) if alive is None else alive & holders
-            if not alive:
-                break
-            matched.update(dict.fromkeys(alive, index + 1))
-        return matched
-
-    def forget(self, instance_id: InstanceId) -> None:
-        """The process is gone and its cache with it."""
-        for block_hash in [held for held, holders in self._holders.items() if instance_id in holders]:
-            self._holders[block_hash].discard(instance_id)
-            if not self._holders[block_hash]:
-                del self._holders[block_hash]
-
-    def __len__(self) -> int:
-        return len(self._holders)
 
 
 def rank_decode(

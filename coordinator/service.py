@@ -10,6 +10,7 @@ import grpc
 from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
+from coordinator.members import COMPUTING_ROLES
 from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.errors import InvalidRequestError, NotFoundError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -90,10 +91,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                     member = self._cluster.join(convert_cluster.node_info_from_pb(event.joined))
                     accepted = cluster_pb2.JoinAccepted(coordinator_instance_id=self._instance_id)
                     yield cluster_pb2.JoinEvent(accepted=accepted)
+                    if member.info.role in COMPUTING_ROLES:
+                        yield cluster_pb2.JoinEvent(resync=cluster_pb2.Resync())
                 elif event.WhichOneof("event") == "status" and member is not None:
                     self._cluster.update(member, convert_cluster.node_status_from_pb(event.status))
+                elif event.WhichOneof("event") == "cache" and member is not None:
+                    if self._cluster.cache_told(member, convert_cluster.cache_events_from_pb(event.cache)):
+                        yield cluster_pb2.JoinEvent(resync=cluster_pb2.Resync())
                 else:
-                    raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus events")
+                    raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus and CacheEvents")
         finally:
             if member is not None:
                 self._cluster.disconnect(member)

@@ -12,6 +12,7 @@ from decode_node.node import DecodeNode
 from decode_node.resume import ResumeCosts
 from decode_node.scheduler import Scheduler
 from decode_node.service import SERVICE_NAMES, DecodeService
+from decode_node.step_size import DecodeStepSize
 from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
@@ -75,7 +76,7 @@ class DecodeApp:
             runner=loaded.runner,
             cache=loaded.cache,
             pool=loaded.pool,
-            scheduler=Scheduler(self._config.limits),
+            scheduler=Scheduler(self._config.limits, DecodeStepSize(self._config.marks, self._config.itl_target_s)),
             costs=ResumeCosts(loaded.info.layout, with_store=bool(self._config.kvstore)),
         )
         return self._core

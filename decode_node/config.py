@@ -24,12 +24,20 @@ class DecodeConfig(NodeConfig):
         "from the youngest request if there are none; 0: all of max_tokens, so that nobody has to give way",
         minimum=0,
     )
+    itl_target_s: float = option(
+        0.0,
+        "time between two tokens of an answer that the node keeps to: while a step takes longer, fewer join its batch "
+        "and shorter parts of prompts are computed beside it; 0: none",
+        unit="s",
+        minimum=0.0,
+    )
     lease_s: float = option(10.0, "how long blocks are kept for a request that nobody renews", unit="s", minimum=0.1)
 
     def check(self) -> None:
         """Raises ConfigError where fields contradict each other."""
         try:
             self.limits.validate()
+            _ = self.marks
         except InvalidRequestError as error:
             raise ConfigError(error.message) from error
 

@@ -86,6 +86,7 @@ class StepDone:
     num_rows: int = 0
     num_tokens: int = 0  # tokens computed
     step_s: float = 0.0
+    bounds: tuple[int, int] | None = None  # rows, and tokens of prompts beside them, that the next may have
 
 
 @dataclass(slots=True)
@@ -157,6 +158,10 @@ class DecodeCore:
         elif run:
             self._scheduler.add(sequence)
         self._publish()
+
+    def came(self, asked_at: float) -> None:
+        """What follows could not be done before the step that ran since `asked_at` had ended."""
+        self._scheduler.size.waited(max(0.0, self._clock() - asked_at))
 
     def run(self, reservation_id: ReservationId) -> None:
         """Lets a committed sequence join the batch; nothing happens to one that has left."""
@@ -238,6 +243,8 @@ class DecodeCore:
         self._stalled = not (batch.rows or plan.preempted)
         step_s = self._clock() - started
         self._costs.stepped(len(batch.rows), batch.num_tokens, step_s)
+        if batch.rows:
+            self._scheduler.stepped(len(batch.rows), batch.num_tokens, step_s)
         preempted, to_load = self._told_of(plan)
         return StepDone(
             advanced=tuple(a for a in advanced if a is not None),
@@ -247,6 +254,7 @@ class DecodeCore:
             num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
             step_s=step_s,
+            bounds=self._scheduler.bounds,
         )
 
     def fail_all(self, error: Exception) -> StepDone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_node.engine import StepDone
 from decode_node.resume import Resume
@@ -60,6 +60,13 @@ class DecodeMetrics:
             "kvrelay_decode_batch_rows", "Sequences in one engine step.", buckets=BATCH_BUCKETS, registry=registry
         )
 
+        self._bounds = Gauge(
+            "kvrelay_decode_step_bound",
+            "What the next step may have: rows, and tokens of prompts beside them.",
+            ["of"],
+            registry=registry,
+        )
+
     def blocks_received(self, num_blocks: int) -> None:
         self._blocks_received.inc(num_blocks)
 
@@ -81,6 +88,9 @@ class DecodeMetrics:
             self._preemptions.labels(preempted.resume.value).inc()
         self._generated.inc(sum(advanced.token is not None for advanced in step.advanced))
         self._computed.inc(step.num_tokens)
+        if step.bounds is not None:
+            for of, bound in zip(("rows", "prompt_tokens"), step.bounds, strict=True):
+                self._bounds.labels(of).set(bound)
         if step.num_rows:
             self._batch_rows.observe(step.num_rows)
             self._step_seconds.observe(step.step_s)

@@ -152,9 +152,9 @@ class DecodeNode:
         entry = self.reservations.open(reservation_id, compute_tail=compute_tail)
         try:
             if compute_tail:
-                self._command(entry, lambda core: core.compute(reservation_id, entry.sequence))
+                self._command(entry, self._newcomer(lambda core: core.compute(reservation_id, entry.sequence)))
             elif entry.phase in (Phase.COMMITTING, Phase.COMMITTED):
-                self._command(entry, lambda core: core.run(reservation_id))
+                self._command(entry, self._newcomer(lambda core: core.run(reservation_id)))
             yield self._requests[reservation_id].stream
         finally:
             self.end(reservation_id, NotFoundError(f"the Decode call of reservation {reservation_id} has ended"))
@@ -183,7 +183,8 @@ class DecodeNode:
         if reason is not None:
             stream.finish(DecodeFinished(reason))
         run, finished = entry.decoding, reason is not None
-        done = self._command(entry, lambda core: core.commit(reservation_id, sequence, run=run, finished=finished))
+        commit = self._newcomer(lambda core: core.commit(reservation_id, sequence, run=run, finished=finished))
+        done = self._command(entry, commit)
         done.add_done_callback(lambda _: self.reservations.committed(reservation_id))
         return done
 
@@ -327,6 +328,16 @@ class DecodeNode:
     def _command(self, entry: Entry, fn: Callable[[DecodeCore], None]) -> asyncio.Future[None]:
         """Submits; a failure reaches the request's stream."""
         return self._commands.submit(fn, self._requests[entry.reservation_id].stream.fail)
+
+    def _newcomer(self, fn: Callable[[DecodeCore], None]) -> Callable[[DecodeCore], None]:
+        """`fn`, which lets a sequence in; the core hears how long the step that runs kept it waiting."""
+        asked_at = self.clock()
+
+        def let_in(core: DecodeCore) -> None:
+            core.came(asked_at)
+            fn(core)
+
+        return let_in
 
     def _ended(self, reservation_id: ReservationId, error: KVRelayError) -> None:
         request = self._requests.pop(reservation_id)

@@ -3,7 +3,8 @@
 Plain data, no clock, no torch; blocks are asked for through `Memory`. The rules, oldest first by arrival:
 
 - Every running sequence advances by at least one token in every step, so an answer never pauses for another's prompt.
-- What `max_batched_tokens` leaves after that goes to prompts that are computed here, first come, first served.
+- What `max_batched_tokens`, or `step_size`, leaves after that goes to prompts that are computed here, first come,
+  first served.
 - A sequence that needs a block when there is none takes it from the youngest one that has any: that one is preempted,
   keeps its tokens and its place by age, and comes back once all its KV and a block of headroom fit, in a later pass.
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from decode_node.step_size import DecodeStepSize
 from kvrelay.engine.batch import Batch, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.limits import DecodeLimits
@@ -51,10 +53,12 @@ class Plan:
 class Scheduler:
     """Continuous batching: sequences join and leave between steps. `limits` may be replaced between them too."""
 
-    def __init__(self, limits: DecodeLimits) -> None:
-        """Raises InvalidRequestError for limits that contradict each other."""
+    def __init__(self, limits: DecodeLimits, size: DecodeStepSize | None = None) -> None:
+        """`size` says what a step takes of what the limits allow; None: all. Raises InvalidRequestError for limits that
+        contradict each other."""
         limits.validate()
         self.limits = limits
+        self.size = size or DecodeStepSize()
         self._num_arrived = 0
         self._ages: dict[Sequence, int] = {}  # the smaller, the older; of every sequence that is here
         self._waiting: list[Sequence] = []  # by age, as the next one
@@ -78,6 +82,15 @@ class Scheduler:
     def num_preempted(self) -> int:
         """Sequences that wait for blocks."""
         return sum(not sequence.block_table for sequence in self._waiting)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Rows of the next step, and tokens of prompts beside those that run now."""
+        return self.size.max_rows(self.limits), self.size.max_tail_tokens(self.limits, self.num_running)
+
+    def stepped(self, num_rows: int, num_tokens: int, step_s: float) -> None:
+        """The step just planned took so long."""
+        self.size.stepped(self.limits, num_rows, num_tokens, step_s, num_waiting=len(self._waiting))
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
@@ -147,7 +160,7 @@ class Scheduler:
         to_load: list[Sequence] = []
         blocked = False
         for sequence in tuple(self._waiting):
-            if len(self._running) >= self.limits.max_batch or preempted:
+            if len(self._running) >= self.size.max_rows(self.limits) or preempted:
                 break
             restored = Restored.READY if sequence.block_table else Restored.NO_ROOM
             if restored is Restored.NO_ROOM and not blocked:
@@ -166,7 +179,7 @@ class Scheduler:
         return to_load
 
     def _batch(self, scheduled: list[Sequence], memory: Memory) -> Batch:
-        budget = self.limits.max_batched_tokens - len(scheduled)
+        budget = self.size.max_tail_tokens(self.limits, len(scheduled))
         rows = []
         for sequence in scheduled:
             extra = min(sequence.num_uncomputed - 1, budget)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvrelay.kv.layout import KVLayout
 from kvrelay.limits import DecodeLimits, PrefillLimits
-from kvrelay.types import BlockCounts, InstanceId, Role
+from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,36 @@ class NodeStatus:
     rates: NodeRates = NodeRates()
     num_waiting_tokens: int = 0  # of prompts, uncached: what a new one stands behind
     weight: float = 1.0  # its part of the requests beside other nodes' weights; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStored:
+    """These can be found by their hashes on the node now; those of one chain stand in its order."""
+
+    hashes: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRemoved:
+    """These cannot any more."""
+
+    hashes: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """None can any more: what the node has is told anew from here on."""
+
+
+CacheEvent: TypeAlias = CacheStored | CacheRemoved | CacheCleared
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """What became of a node's cached blocks. `first_sequence` numbers the first of `events`, the next has the next."""
+
+    first_sequence: int
+    events: tuple[CacheEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Never, TypeVar
 
 from kvrelay.errors import ConfigError
+from kvrelay.limits import QueueMarks
 from kvrelay.types import Role
 
 T = TypeVar("T")
@@ -124,9 +125,28 @@ class NodeConfig(RoleConfig):
         unit="store",
     )
     kvstore_replicas: int = option(1, "kvstores that keep each prompt's blocks, of those that are there", minimum=1)
+    queue_low_s: float = option(
+        0.03, "wait of newcomers for the step that runs, under which steps get longer again", unit="s", minimum=0.0
+    )
+    queue_high_s: float = option(
+        0.1,
+        "wait of newcomers for the step that runs, above which steps get shorter; 0: they are as long as the limits "
+        "let them be",
+        unit="s",
+        minimum=0.0,
+    )
     watchdog_s: float = option(
         10.0, "longest step before the node calls itself stuck and gives its requests up", unit="s", minimum=0.1
     )
+
+    @property
+    def marks(self) -> QueueMarks | None:
+        """None: steps are as long as the limits let them be. Raises InvalidRequestError."""
+        if not self.queue_high_s:
+            return None
+        marks = QueueMarks(self.queue_low_s, self.queue_high_s)
+        marks.validate()
+        return marks
 
 
 def load(cls: type[T], role: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:

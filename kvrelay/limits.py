@@ -60,6 +60,22 @@ class PrefillLimits:
         _at_most("max_waiting", self.max_waiting, MAX_REQUESTS)
 
 
+@dataclass(frozen=True, slots=True)
+class QueueMarks:
+    """Waits of newcomers, in seconds, under which steps may be longer and above which they get shorter."""
+
+    low_s: float = 0.03
+    high_s: float = 0.1
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError, naming values and what is allowed."""
+        if not 0 < self.low_s < self.high_s:
+            raise InvalidRequestError(
+                f"queue_low_s is {self.low_s:g} and queue_high_s is {self.high_s:g}; allowed is "
+                "0 < queue_low_s < queue_high_s"
+            )
+
+
 def _at_most(name: str, value: int, high: int) -> None:
     if value > high:
         raise InvalidRequestError(f"{name} is {value}; allowed is at most {high}")

@@ -6,6 +6,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeStatus
+from kvrelay.engine.adaptive import AdaptiveBound
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
 from kvrelay.kv.block_store import BlockStore
@@ -20,6 +21,7 @@ from prefill_node.metrics import PrefillMetrics
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.service import SERVICE_NAMES, PrefillService
 
+LEAST_STEP_TOKENS = 32  # however long newcomers wait
 OFFLOAD_BLOCKS = 32  # read between two steps; a step of 512 tokens fills as many
 
 
@@ -72,7 +74,9 @@ class PrefillApp:
 
     def _make_core(self, loaded: LoadedEngine) -> PrefillCore:
         """Runs on the engine thread."""
-        scheduler = PrefillScheduler(self._config.limits)
+        marks = self._config.marks
+        size = AdaptiveBound(marks, LEAST_STEP_TOKENS) if marks else None
+        scheduler = PrefillScheduler(self._config.limits, size)
         return PrefillCore(loaded.runner, loaded.pool, scheduler, loaded.cache.read_slab, self._config.block_tokens)
 
     def _make_jobs(self, loaded: LoadedEngine, store: BlockStore | None) -> PrefillJobs:

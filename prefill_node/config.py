@@ -36,6 +36,7 @@ class PrefillConfig(NodeConfig):
         """Raises ConfigError for what no node can be told to take on."""
         try:
             self.limits.validate()
+            _ = self.marks
         except InvalidRequestError as error:
             raise ConfigError(error.message) from error
 

@@ -72,6 +72,7 @@ class PrefillOutput:
     num_waiting: int
     num_slots_free: int
     limits: PrefillLimits | None = None
+    step_tokens: int = 0  # that the next step computes at most
     num_remaining_tokens: int = 0  # to compute, of the jobs that compute
     num_step_tokens: int = 0  # computed by the step, in step_s
     step_s: float = 0.0
@@ -119,6 +120,10 @@ class PrefillCore:
         self._jobs[job_id] = _Job(sequence)
         self._admit()
 
+    def came(self, asked_at: float) -> None:
+        """What follows could not be done before the step that ran since `asked_at` had ended."""
+        self.scheduler.waited(max(0.0, self.clock() - asked_at))
+
     def start(self, job_id: JobId, meeting: Meeting) -> None:
         """Begins to compute an admitted job, whose blocks before `meeting` are filled, and some in it will be."""
         job = self._jobs[job_id]
@@ -165,6 +170,7 @@ class PrefillCore:
             num_waiting=self.scheduler.num_waiting,
             num_slots_free=self.scheduler.num_slots_free,
             limits=self.scheduler.limits,
+            step_tokens=self.scheduler.step_tokens,
             num_remaining_tokens=self.scheduler.num_remaining_tokens,
         )
 
@@ -179,6 +185,7 @@ class PrefillCore:
             return self.report()
         batch, started = Batch(tuple(row for _, row in rows)), self.clock()
         self._update(rows, self.runner.run(batch))
+        self.scheduler.stepped(batch.num_tokens)
         self._admit()
         return replace(self.report(), num_step_tokens=batch.num_tokens, step_s=self.clock() - started)
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.cluster import ModelInfo, NodeStatus
 from kvrelay.engine.loop import EngineLoop
@@ -18,6 +19,7 @@ from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableE
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.hashing import Buffer, chain_root
 from kvrelay.kv.load_or_compute import LoadOrCompute
+from kvrelay.kv.meeting import Meeting
 from kvrelay.kv.offload import Offer, offer_nothing
 from kvrelay.kv.prefix import count_cached
 from kvrelay.limits import PrefillLimits
@@ -89,6 +91,7 @@ class PrefillJobs:
                 progress.take(event, self._clock())
         self._output = output
         self._loader.num_waiting_tokens = output.num_remaining_tokens
+        self._metrics.step_bound(output.step_tokens)
         if output.num_step_tokens:
             self._loader.costs.computed(output.num_step_tokens, output.step_s)
         self._on_status()
@@ -175,7 +178,7 @@ class PrefillJobs:
         finishing.add_done_callback(lambda _: load.stop())
         try:
             meeting = await load.wait_head_start()
-            self._engine.post(lambda core: core.start(job_id, meeting))
+            self._engine.post(partial(_start, job_id=job_id, meeting=meeting, asked_at=self._clock()))
             await load.ended()
             cached = self._cached(progress, load)
             self._metrics.started(cached, sequence.block_tokens)
@@ -232,3 +235,8 @@ class PrefillJobs:
         most = (num_tokens - 1) // model.layout.block_tokens
         if target is not None and not 0 <= target.first_block <= most:
             raise InvalidRequestError(f"first_block is {target.first_block}; allowed is [0, {most}]")
+
+
+def _start(core: PrefillCore, job_id: JobId, meeting: Meeting, asked_at: float) -> None:
+    core.came(asked_at)
+    core.start(job_id, meeting)

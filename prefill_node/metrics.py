@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrelay.engine.metrics import HandoffMetrics
 from kvrelay.metrics import LATENCY_BUCKETS
@@ -54,8 +54,14 @@ class PrefillMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
+        self._step_tokens = Gauge(
+            "kvrelay_prefill_step_tokens", "Prompt tokens that a step computes at most, as of now.", registry=registry
+        )
         for tier in ("device", "memory", "disk"):
             self._cached.labels(tier)
+
+    def step_bound(self, num_tokens: int) -> None:
+        self._step_tokens.set(num_tokens)
 
     def started(self, cached: CachedTokens, block_tokens: int) -> None:
         for tier in ("device", "memory", "disk"):

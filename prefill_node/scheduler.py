@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NewType
 
+from kvrelay.engine.adaptive import AdaptiveBound
 from kvrelay.errors import OverloadedError
 from kvrelay.limits import PrefillLimits
 
@@ -56,10 +57,14 @@ class PrefillScheduler:
     `limits` may be replaced between steps.
     """
 
-    def __init__(self, limits: PrefillLimits) -> None:
-        """Raises InvalidRequestError for limits out of range."""
+    def __init__(self, limits: PrefillLimits, size: AdaptiveBound | None = None) -> None:
+        """`size` says what a step takes of `max_batched_tokens`; None: all.
+
+        Raises InvalidRequestError for limits out of range.
+        """
         limits.validate()
         self.limits = limits
+        self._size = size
         self._waiting: deque[JobId] = deque()
         self._admitted: dict[JobId, None] = {}  # in order of admission
         self._extra: set[JobId] = set()  # those of them in a place for short prompts
@@ -82,8 +87,14 @@ class PrefillScheduler:
     @property
     def short_tokens(self) -> int:
         """A prompt of no more uncomputed tokens is short: one step computes it, whatever longer ones there are."""
-        budget = self.limits.max_batched_tokens
+        budget = self.step_tokens
         return min(self.limits.chunk_tokens, budget - _oldest_share(budget))
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that the next step computes at most."""
+        most = self.limits.max_batched_tokens
+        return most if self._size is None else self._size.of(most)
 
     @property
     def has_chunks(self) -> bool:
@@ -133,10 +144,20 @@ class PrefillScheduler:
         job_ids = [job_id for job_id in self._admitted if job_id in self._remaining]
         granted = share_budget(
             [self._remaining[job_id] for job_id in job_ids],
-            budget=self.limits.max_batched_tokens,
+            budget=self.step_tokens,
             chunk_tokens=self.limits.chunk_tokens,
         )
         return [(job_id, count) for job_id, count in zip(job_ids, granted, strict=True) if count]
+
+    def waited(self, seconds: float) -> None:
+        """A job that came during a step could take part in the next one after so long."""
+        if self._size is not None:
+            self._size.waited(seconds)
+
+    def stepped(self, num_tokens: int) -> None:
+        """The step just planned computed so many tokens."""
+        if self._size is not None:
+            self._size.stepped(is_full=num_tokens >= self.step_tokens)
 
     def advance(self, job_id: JobId, num_tokens: int) -> None:
         """`num_tokens` were computed; a job whose prompt is done gives its slot back."""

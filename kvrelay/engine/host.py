@@ -113,7 +113,7 @@ class EngineHost(Generic[C]):
     async def join(self, role: Role, address: str) -> None:
         """Everything is there: joins the configured coordinators, if any, and sets readiness from now on."""
         info = NodeInfo(role, self._instance_id, address, self.loaded.info)
-        self._memberships = Memberships(self._config.coordinator, info, self._status)
+        self._memberships = Memberships(self._config.coordinator, info, self._status, cached=self.loaded.pool.named)
         self._closing.push_async_callback(self._memberships.close)
         await self._memberships.start()
         self._look_at_health()

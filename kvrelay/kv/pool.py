@@ -2,7 +2,7 @@
 
 A block is in exactly one state: free, reserved (set aside by one reservation), held (by sequences and reservations
 that share it, counted), or cached (full, hashed, unreferenced; least recently used first out). Bytes are none of
-the pool's business. One owner, the engine thread; nothing here locks.
+the pool's business. One owner, the engine thread; nothing here locks but `named`, which others may listen to.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import DuplicateRequestError, NeverFitsError, NotFoundError, OverloadedError
+from kvrelay.kv.named_blocks import NamedBlocks
 from kvrelay.types import BlockCounts, BlockHash, BlockId, ReservationId
 
 
@@ -47,20 +48,20 @@ class BlockPool:
         self._reservations: dict[ReservationId, Reservation] = {}
         self._num_reserved = 0
         self._hashes: dict[BlockId, BlockHash] = {}
-        self._index: dict[BlockHash, BlockId] = {}  # the inverse of _hashes
+        self.named = NamedBlocks()  # the inverse of _hashes
 
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Blocks of the longest prefix of `hashes` that is here. Changes nothing, not even their age."""
         block_ids: list[BlockId] = []
         for block_hash in hashes:
-            block_id = self._index.get(block_hash)
+            block_id = self.named.find(block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)
         return block_ids
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        return self._index.get(block_hash)
+        return self.named.find(block_hash)
 
     def reserve(
         self, reservation_id: ReservationId, prefix_hashes: Sequence[BlockHash], num_blocks: int
@@ -137,7 +138,7 @@ class BlockPool:
             raise PoolCorruptError(f"block {block_id} was registered while not held")
         if self._hashes.get(block_id, block_hash) != block_hash:
             raise PoolCorruptError(f"block {block_id} was registered under a second hash")
-        if self._index.setdefault(block_hash, block_id) != block_id:
+        if self.named.claim(block_hash, block_id) != block_id:
             return False
         self._hashes[block_id] = block_hash
         return True
@@ -148,7 +149,7 @@ class BlockPool:
             block_hash = self._hashes.pop(block_id, None)
             if block_hash is None:
                 continue
-            del self._index[block_hash]
+            self.named.remove(block_hash)
             if block_id in self._cached:
                 del self._cached[block_id]
                 self._free.append(block_id)
@@ -172,7 +173,7 @@ class BlockPool:
         _require(len(reserved) == self._num_reserved, "the count of reserved blocks is off")
         _require(all(count > 0 for count in self._ref_counts.values()), "a held block has no reference")
         _require(all(self._ref_counts.get(i, 0) >= n for i, n in pins.items()), "a pinned block is not held")
-        _require({h: i for i, h in self._hashes.items()} == self._index, "hash index and blocks disagree")
+        _require({h: i for i, h in self._hashes.items()} == dict(self.named.items()), "hash index and blocks disagree")
         _require(self._hashes.keys() <= named_and_owned, "a free or reserved block has a hash")
         _require(self._cached.keys() <= self._hashes.keys(), "a cached block has no hash")
 
@@ -189,7 +190,7 @@ class BlockPool:
         if self._free:
             return self._free.pop()
         block_id, _ = self._cached.popitem(last=False)
-        del self._index[self._hashes.pop(block_id)]
+        self.named.remove(self._hashes.pop(block_id))
         self.num_evictions += 1
         return block_id
 

@@ -237,7 +237,7 @@ class CacheEvents(_message.Message):
     FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     first_sequence: _builtins.int
-    """The number of the first of them; the next has the next. 1 is the first after the process began."""
+    """The number of the first of them; the next has the next. 1 is the first of the stream."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvent]:
         """At least one."""
@@ -346,7 +346,7 @@ class NodeEvent(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CacheEvents:
-        """Prefill and decode nodes only. After JoinAccepted, or a Resync, they begin with `cleared` and all that is cached."""
+        """Prefill and decode nodes only, from the first Resync on."""
 
     def __init__(
         self,
@@ -399,7 +399,9 @@ class JoinEvent(_message.Message):
 
     @_builtins.property
     def resync(self) -> Global___Resync:
-        """Events were missed: the node tells of its whole cache again."""
+        """The node tells of its whole cache, `cleared` first, and from then on of what changes there. Prefill and decode
+        nodes are asked once they are accepted, and again where events were missed.
+        """
 
     def __init__(
         self,

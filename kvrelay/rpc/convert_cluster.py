@@ -5,8 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import cast
 
-from kvrelay.cluster import ClusterStatus, ModelInfo, NodeInfo, NodeRates, NodeReport, NodeStatus
+from kvrelay.cluster import (
+    CacheCleared,
+    CacheEvent,
+    CacheEvents,
+    CacheRemoved,
+    CacheStored,
+    ClusterStatus,
+    ModelInfo,
+    NodeInfo,
+    NodeRates,
+    NodeReport,
+    NodeStatus,
+)
+from kvrelay.kv.hashing import HASH_BYTES
 from kvrelay.kv.layout import AXES, KVLayout
 from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.pb import cluster_pb2, types_pb2
@@ -17,7 +31,7 @@ from kvrelay.rpc.convert_limits import (
     prefill_limits_to_pb,
 )
 from kvrelay.rpc.convert_types import MAX_ID_CHARS, check
-from kvrelay.types import BlockCounts, InstanceId, Role
+from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 
 MAX_WEIGHT = 100.0  # of a node
 _ROLES = {
@@ -175,6 +189,44 @@ def _limits_from_pb(wire: cluster_pb2.NodeStatus) -> DecodeLimits | PrefillLimit
     if wire.HasField("decode_limits"):
         return decode_limits_from_pb(wire.decode_limits)
     return prefill_limits_from_pb(wire.prefill_limits) if wire.HasField("prefill_limits") else None
+
+
+def cache_events_to_pb(told: CacheEvents) -> cluster_pb2.CacheEvents:
+    return cluster_pb2.CacheEvents(
+        first_sequence=told.first_sequence, events=[_cache_event_to_pb(event) for event in told.events]
+    )
+
+
+def cache_events_from_pb(wire: cluster_pb2.CacheEvents) -> CacheEvents:
+    check(wire.first_sequence >= 1, "cache events are numbered from 1")
+    check(bool(wire.events), "a message of cache events holds none")
+    return CacheEvents(wire.first_sequence, tuple(_cache_event_from_pb(event) for event in wire.events))
+
+
+def _cache_event_to_pb(event: CacheEvent) -> cluster_pb2.CacheEvent:
+    match event:
+        case CacheStored(hashes):
+            return cluster_pb2.CacheEvent(stored=cluster_pb2.CachedBlocks(block_hashes=hashes))
+        case CacheRemoved(hashes):
+            return cluster_pb2.CacheEvent(removed=cluster_pb2.CachedBlocks(block_hashes=hashes))
+        case CacheCleared():
+            return cluster_pb2.CacheEvent(cleared=cluster_pb2.CacheCleared())
+
+
+def _cache_event_from_pb(wire: cluster_pb2.CacheEvent) -> CacheEvent:
+    which = wire.WhichOneof("event")
+    check(which is not None, "a cache event is one of stored, removed and cleared")
+    if which == "cleared":
+        return CacheCleared()
+    hashes = _block_hashes(wire.stored if which == "stored" else wire.removed)
+    return CacheStored(hashes) if which == "stored" else CacheRemoved(hashes)
+
+
+def _block_hashes(wire: cluster_pb2.CachedBlocks) -> list[BlockHash]:
+    hashes = cast(list[BlockHash], list(wire.block_hashes))
+    check(bool(hashes), "a cache event names no block")
+    check(set(map(len, hashes)) == {HASH_BYTES}, f"a block hash has {HASH_BYTES} bytes")
+    return hashes
 
 
 def cluster_status_to_pb(status: ClusterStatus) -> cluster_pb2.GetStatusReply:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvrelay.cluster import NodeInfo, NodeStatus
+from kvrelay.kv.named_blocks import NamedBlocks
 from kvrelay.rpc.membership import Membership
 from kvrelay.types import InstanceId
 
@@ -22,12 +23,25 @@ class Memberships:
     """
 
     def __init__(
-        self, addresses: Sequence[str], info: NodeInfo, status: Callable[[], NodeStatus], *, interval_s: float = 0.5
+        self,
+        addresses: Sequence[str],
+        info: NodeInfo,
+        status: Callable[[], NodeStatus],
+        *,
+        interval_s: float = 0.5,
+        cached: NamedBlocks | None = None,
     ) -> None:
         """As Membership."""
         self._coordinator_ids: dict[str, InstanceId] = {}  # by address: the one that was last joined by it
         self._members = [
-            Membership(address, info, status, interval_s=interval_s, is_wanted=partial(self._is_first, address))
+            Membership(
+                address,
+                info,
+                status,
+                interval_s=interval_s,
+                is_wanted=partial(self._is_first, address),
+                cached=cached,
+            )
             for address in addresses
         ]
 

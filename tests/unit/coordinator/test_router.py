@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.members import Member
-from coordinator.router import PrefixIndex, has_slot, rank_decode, rank_prefill
+from coordinator.router import has_slot, rank_decode, rank_prefill
 from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 
@@ -61,31 +61,3 @@ def test_long_cached_prefix_is_worth_a_wait_at_a_prefill_node() -> None:
     members = [member("a", running=1), member("b")]
     assert names(rank_prefill(members, {A: 31}, num_blocks=100)) == "ba"
     assert names(rank_prefill(members, {A: 33}, num_blocks=100)) == "ab"
-
-
-def test_prefix_index_knows_leading_blocks_only() -> None:
-    index = PrefixIndex()
-    index.record(A, hashes("wxyz"))
-    index.record(B, hashes("wx"))
-    index.record(C, hashes("yz"))
-    assert index.match(hashes("wxyq")) == {A: 3, B: 2}
-    assert index.match(hashes("qwx")) == {}
-    assert index.match([]) == {}
-
-
-def test_prefix_index_forgets_the_oldest_and_tails_first() -> None:
-    index = PrefixIndex(max_blocks=3)
-    index.record(A, hashes("wxy"))
-    index.record(B, hashes("q"))
-    assert index.match(hashes("wxy")) == {A: 2}
-    assert index.match(hashes("q")) == {B: 1}
-    assert len(index) == 3
-
-
-def test_prefix_index_forgets_a_process() -> None:
-    index = PrefixIndex()
-    index.record(A, hashes("wx"))
-    index.record(B, hashes("w"))
-    index.forget(A)
-    assert index.match(hashes("wx")) == {B: 1}
-    assert len(index) == 1

@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvrelay.engine.adaptive import AdaptiveBound
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NeverFitsError, OverloadedError
 from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.meeting import Meeting
 from kvrelay.kv.pool import BlockPool, PoolCorruptError
-from kvrelay.limits import PrefillLimits
+from kvrelay.limits import PrefillLimits, QueueMarks
 from kvrelay.messages import NodeRequest
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockCounts, RequestId, ReservationId
@@ -392,6 +393,21 @@ def test_a_block_held_by_nobody_is_found_when_idle() -> None:
     core.pool.commit(ReservationId("nobody"))
     with pytest.raises(PoolCorruptError, match="1 blocks are held"):
         core.check_idle()
+
+
+def test_steps_get_shorter_while_newcomers_wait_for_them() -> None:
+    now = 0.0
+    core = make_core(num_blocks=64)
+    core.clock = lambda: now
+    core.scheduler = PrefillScheduler(core.scheduler.limits, AdaptiveBound(QueueMarks(0.03, 0.1), least=32))
+    core.submit(JobId(1), make_sequence(700))
+    start(core, JobId(1))
+    assert core.step().step_tokens == 512
+    asked_at, now = now, 1.0
+    core.came(asked_at)
+    assert core.report().step_tokens == 384
+    drain(core)
+    assert core.runner.chunks == [[512], [188]]  # type: ignore[attr-defined]
 
 
 class CoreMachine(RuleBasedStateMachine):

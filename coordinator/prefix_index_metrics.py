@@ -1,0 +1,45 @@
+"""What the prefix indexes count, for whoever scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coordinator.prefix_index import PrefixIndex
+from kvrelay.types import Role
+
+
+class PrefixIndexCollector(Collector):
+    """Read when scraped, from the scraper's thread."""
+
+    def __init__(self, registry: CollectorRegistry, indexes: Mapping[Role, PrefixIndex]) -> None:
+        self._indexes = indexes
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        families: list[GaugeMetricFamily | CounterMetricFamily] = [
+            GaugeMetricFamily(
+                "kvrelay_prefix_index_blocks",
+                "Cached blocks that are known, once a node that has them.",
+                labels=["role"],
+            ),
+            CounterMetricFamily(
+                "kvrelay_prefix_index_told_blocks", "Blocks whose coming or going nodes told of.", labels=["role"]
+            ),
+            CounterMetricFamily(
+                "kvrelay_prefix_index_dropped_blocks", "Blocks that were forgotten for want of room.", labels=["role"]
+            ),
+            CounterMetricFamily(
+                "kvrelay_prefix_index_resyncs",
+                "Times a node was asked for all it has, having lost count.",
+                labels=["role"],
+            ),
+        ]
+        for role, index in self._indexes.items():
+            values = (index.num_blocks, index.num_told, index.num_dropped, index.num_resyncs)
+            for family, value in zip(families, values, strict=True):
+                family.add_metric([role.value], value)
+        return families

@@ -1,0 +1,53 @@
+"""How many sequences a step may have and how many tokens of prompts beside them, against the time between two tokens.
+
+Pure. Both are within the node's limits. Tokens of prompts that are computed here are what a step can do without: they
+give way first, to newcomers that wait for too long and to an inter-token time above the target. Only a step without any
+tells how many sequences are too many.
+"""
+
+from __future__ import annotations
+
+from kvrelay.engine.adaptive import AdaptiveBound
+from kvrelay.limits import DecodeLimits, QueueMarks
+
+LEAST_TAIL_TOKENS = 16  # so that a prompt which is computed here goes on
+HEADROOM = 0.8  # of the target, under which one sequence more is let in
+
+
+class DecodeStepSize:
+    """Without `marks` a step has what the limits say, whatever it takes; without `itl_target_s` any number of rows."""
+
+    def __init__(self, marks: QueueMarks | None = None, itl_target_s: float = 0.0) -> None:
+        marks_or_any = marks or QueueMarks()
+        self._is_fixed = marks is None
+        self._itl_target_s = itl_target_s
+        self._rows = AdaptiveBound(marks_or_any)
+        self._tail_tokens = AdaptiveBound(marks_or_any, LEAST_TAIL_TOKENS)
+
+    def max_rows(self, limits: DecodeLimits) -> int:
+        """Sequences up to which others may join; those that run stay."""
+        return limits.max_batch if self._is_fixed else self._rows.of(limits.max_batch)
+
+    def max_tail_tokens(self, limits: DecodeLimits, num_rows: int) -> int:
+        """Tokens of prompts beside one of each of `num_rows` sequences."""
+        left = limits.max_batched_tokens - num_rows
+        return left if self._is_fixed else min(left, self._tail_tokens.of(limits.max_batched_tokens))
+
+    def waited(self, seconds: float) -> None:
+        """A sequence that came during a step could join the next after so long."""
+        self._tail_tokens.waited(seconds)
+
+    def stepped(self, limits: DecodeLimits, num_rows: int, num_tokens: int, step_s: float, *, num_waiting: int) -> None:
+        """A step computed `num_tokens` for `num_rows` sequences; `num_waiting` could not join it."""
+        if self._is_fixed:
+            return
+        num_tail_tokens = num_tokens - num_rows
+        is_slow = bool(self._itl_target_s) and step_s > self._itl_target_s and num_rows > 1
+        if num_tail_tokens and is_slow:
+            self._tail_tokens.shrink_below(num_tail_tokens, limits.max_batched_tokens)
+        elif num_tail_tokens:
+            self._tail_tokens.stepped(is_full=num_tail_tokens >= self.max_tail_tokens(limits, num_rows))
+        elif is_slow:
+            self._rows.shrink_below(num_rows, limits.max_batch)
+        elif num_waiting and num_rows >= self.max_rows(limits) and step_s < HEADROOM * self._itl_target_s:
+            self._rows.grow()

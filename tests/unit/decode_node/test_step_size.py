@@ -1,0 +1,99 @@
+"""A decode step keeps to the inter-token target: prompts' tokens give way first, then newcomers to the batch."""
+
+from __future__ import annotations
+
+from decode_node.scheduler import Scheduler
+from decode_node.step_size import DecodeStepSize
+from kvrelay.limits import DecodeLimits, QueueMarks
+from tests.unit.decode_node.test_decode_scheduler import EndlessMemory, make_sequence, step
+
+LIMITS = DecodeLimits(max_batch=64, max_batched_tokens=512)
+MARKS = QueueMarks()
+
+
+def run(size: DecodeStepSize, num_rows: int, step_s: float, *, num_tail_tokens: int = 0, num_waiting: int = 0) -> None:
+    size.stepped(LIMITS, num_rows, num_rows + num_tail_tokens, step_s, num_waiting=num_waiting)
+
+
+def test_without_marks_a_step_has_what_the_limits_say_however_long_it_takes() -> None:
+    size = DecodeStepSize(None, itl_target_s=0.05)
+    for _ in range(10):
+        size.waited(9.0)
+        run(size, 64, 9.0, num_tail_tokens=400)
+        run(size, 64, 9.0)
+    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 64)) == (64, 448)
+
+
+def test_without_a_target_any_number_of_rows_may_join() -> None:
+    size = DecodeStepSize(MARKS)
+    run(size, 64, 9.0)
+    assert size.max_rows(LIMITS) == 64
+
+
+def test_slow_steps_let_no_more_join_than_three_quarters_of_what_they_had() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.05)
+    for _ in range(10):  # those that run stay: the same batch says the same
+        run(size, 40, 0.08)
+    assert size.max_rows(LIMITS) == 30
+
+
+def test_rows_come_back_one_step_after_the_other_while_there_is_headroom_and_someone_waits() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.05)
+    run(size, 16, 0.08)
+    assert size.max_rows(LIMITS) == 12
+    run(size, 12, 0.03)
+    assert size.max_rows(LIMITS) == 12, "nobody waits"
+    run(size, 11, 0.03, num_waiting=1)
+    assert size.max_rows(LIMITS) == 12, "it is not the bound that keeps it out"
+    run(size, 12, 0.045, num_waiting=1)
+    assert size.max_rows(LIMITS) == 12, "the target is near"
+    run(size, 12, 0.03, num_waiting=1)
+    assert size.max_rows(LIMITS) == 16
+
+
+def test_tokens_of_prompts_give_way_before_rows_do() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.05)
+    run(size, 8, 0.2, num_tail_tokens=400)
+    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 8)) == (64, 300)
+
+
+def test_one_sequence_alone_is_never_too_many() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.001)
+    for _ in range(20):
+        run(size, 1, 1.0)
+    assert size.max_rows(LIMITS) == 64
+    for _ in range(20):
+        run(size, 2, 1.0)
+    assert size.max_rows(LIMITS) == 1
+
+
+def test_newcomers_that_wait_long_leave_less_to_prompts_but_never_nothing() -> None:
+    size = DecodeStepSize(MARKS)
+    for _ in range(100):
+        size.waited(1.0)
+    assert size.max_tail_tokens(LIMITS, 64) == 16
+
+
+def test_a_sequence_that_runs_stays_when_fewer_may_join() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.05)
+    scheduler = Scheduler(DecodeLimits(max_batch=4, max_batched_tokens=8), size)
+    running, late = [make_sequence(1) for _ in range(4)], make_sequence(1)
+    for sequence in (*running, late):
+        scheduler.add(sequence)
+    assert [row for row, _ in step(scheduler)] == running
+    scheduler.stepped(4, 4, step_s=0.2)
+    assert scheduler.bounds[0] == 3
+    assert [row for row, _ in step(scheduler)] == running
+    scheduler.remove(running[0])
+    assert [row for row, _ in step(scheduler)] == running[1:], "three may, and run"
+
+
+def test_the_first_request_of_an_idle_node_is_in_the_next_step() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.05)
+    for _ in range(20):
+        run(size, 2, 9.0)
+        size.waited(9.0)
+    scheduler = Scheduler(LIMITS, size)
+    first = make_sequence(9)
+    scheduler.add(first)
+    assert [row.sequence for row in scheduler.schedule(EndlessMemory()).batch.rows] == [first]
