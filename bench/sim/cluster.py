@@ -16,7 +16,7 @@ from bench.sim.decoding import DecodeNode
 from bench.sim.load import Arrival, block_hashes
 from bench.sim.placing import Placing, Routed
 from bench.sim.prefilling import PrefillNode
-from bench.sim.reporting import StatusReports
+from bench.sim.reporting import Reports
 from bench.sim.request import Outcome, SimRequest
 from bench.sim.reserving import Full, Reserving
 from bench.sim.shapes import NodeShape
@@ -28,6 +28,7 @@ from coordinator.retry_advice import RetryAdvice
 from coordinator.tenant_policy import TenantPolicies
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.kv.layout import KVLayout
+from kvrelay.kv.pool import BlockPool
 from kvrelay.types import InstanceId, RequestId, Role
 
 _NEVER_SILENT_S = 1e12
@@ -91,7 +92,7 @@ class Simulation:
         self._returns: list[bool] = []
         self._load_ends_at = 0.0
         self._unique = itertools.count(1)
-        self._num_hashes = -1
+        self._num_hashes = 0
         for number in range(setup.num_prefill):
             self._add_prefill(number)
         for number in range(setup.num_decode):
@@ -140,7 +141,7 @@ class Simulation:
     def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival], start_s: float) -> None:
         block_tokens = self._setup.shape.block_tokens
         hashes = block_hashes(arrival, block_tokens, self._num_hashes)
-        self._num_hashes -= len(hashes)
+        self._num_hashes += len(hashes)
         request_id = RequestId(f"r{next(self._unique)}")
         self.coordinator.ask(SimRequest(request_id, arrival, block_tokens, hashes))
         self._come(arrivals, start_s)
@@ -167,38 +168,44 @@ class Simulation:
 
     def _add_prefill(self, number: int) -> None:
         member = self._join(Role.PREFILL_NODE, number)
-        reports = self._reports(member, lambda: node.status())
         node = PrefillNode(
             self.clock,
             self._setup.shape,
             handed_over=self.coordinator.handed_over,
             refused=self.coordinator.prefill_refused,
-            changed=reports.changed,
+            changed=lambda: reports.changed(),
         )
+        reports = self._reports(member, node.pool, node.status)
         self.coordinator.prefill[member.info.instance_id] = node
-        reports.changed()
 
     def _add_decode(self, number: int) -> None:
         member = self._join(Role.DECODE_NODE, number)
-        reports = self._reports(member, lambda: node.status())
-        node = DecodeNode(self.clock, self._setup.shape, finished=self.coordinator.finished, changed=reports.changed)
-        self.coordinator.decode[member.info.instance_id] = node
-        reports.changed()
-
-    def _reports(self, member: Member, status: Callable[[], NodeStatus]) -> StatusReports:
-        shape = self._setup.shape
-        return StatusReports(
+        node = DecodeNode(
             self.clock,
+            self._setup.shape,
+            finished=self.coordinator.finished,
+            changed=lambda: reports.changed(),
+        )
+        reports = self._reports(member, node.pool, node.status)
+        self.coordinator.decode[member.info.instance_id] = node
+
+    def _reports(self, member: Member, pool: BlockPool, status: Callable[[], NodeStatus]) -> Reports:
+        shape = self._setup.shape
+        return Reports(
+            self.clock,
+            pool,
             status,
-            partial(self.coordinator.seen, member),
+            seen=partial(self.coordinator.seen, member),
+            told=partial(self.coordinator.told, member),
             interval_s=shape.status_interval_s,
             call_s=shape.call_s,
             first_at=self._draw.uniform(0.0, shape.status_interval_s),
         )
 
     def _join(self, role: Role, number: int) -> Member:
-        name = f"{role.value}-{number}"
-        return self._members.join(NodeInfo(role, InstanceId(name), name, _model(self._setup.shape)), 0.0)
+        name = InstanceId(f"{role.value}-{number}")
+        self.coordinator.books.caches[role].joined(name, 0.0)
+        return self._members.join(NodeInfo(role, name, name, _model(self._setup.shape)), 0.0)
 
 
 def _model(shape: NodeShape) -> ModelInfo:

@@ -18,21 +18,23 @@ from bench.sim.request import Outcome, SimRequest
 from bench.sim.reserving import Reserving
 from bench.sim.shapes import NodeShape
 from coordinator.admission import Admission
-from coordinator.cluster import LOOK_AGAIN_S
-from coordinator.members import Member, Members
+from coordinator.cluster import DEFAULT_INDEXED_BLOCKS, LOOK_AGAIN_S
+from coordinator.members import COMPUTING_ROLES, Member, Members
+from coordinator.prefix_index import PrefixIndex
 from coordinator.queue import Demand
-from coordinator.router import PrefixIndex, has_slot
-from kvrelay.cluster import NodeStatus
+from coordinator.router import has_slot
+from kvrelay.cluster import CacheEvents, NodeStatus
 from kvrelay.errors import OverloadedError
-from kvrelay.types import InstanceId, Role
+from kvrelay.types import BlockHash, InstanceId, Role
 
 
 @dataclass(slots=True)
 class Books:
     """What the coordinator knows of caches, and what it took to decide."""
 
-    prefill: PrefixIndex = field(default_factory=PrefixIndex)
-    decode: PrefixIndex = field(default_factory=PrefixIndex)
+    caches: dict[Role, PrefixIndex] = field(
+        default_factory=lambda: {role: PrefixIndex(DEFAULT_INDEXED_BLOCKS) for role in COMPUTING_ROLES}
+    )
     decisions_s: list[float] = field(default_factory=list)  # of the processor, to rank the nodes for one try
     num_reserves: int = 0  # calls
 
@@ -73,6 +75,11 @@ class Coordinator:
         if self._members.update(member, status, self._clock.now):
             self._admission.changed()
 
+    def told(self, member: Member, events: CacheEvents) -> None:
+        """A node told of blocks that came and went; no such message is ever lost."""
+        is_missing = self.books.caches[member.info.role].apply(member.info.instance_id, events, self._clock.now)
+        assert not is_missing, f"{member.info.address} lost count of its blocks"
+
     def ask(self, request: SimRequest) -> None:
         """A request is at the door."""
         arrival, now = request.arrival, self._clock.now
@@ -108,7 +115,7 @@ class Coordinator:
 
     def _num_tokens_wanted(self, request: SimRequest) -> int:
         hashes = request.prompt_hashes
-        found = (index.match(hashes) for index in (self.books.prefill, self.books.decode))
+        found = (self._cached(role, hashes) for role in COMPUTING_ROLES)
         num_blocks = max((blocks for cached in found for blocks in cached.values()), default=0)
         num_uncached = request.arrival.num_prompt - num_blocks * self._shape.block_tokens
         return max(num_uncached, 1) + request.arrival.max_tokens
@@ -120,7 +127,7 @@ class Coordinator:
         started = time.thread_time()
         candidates = self._prefill_candidates(request)
         has_place = any(map(has_slot, candidates))
-        cached = self.books.decode.match(request.prompt_hashes)
+        cached = self._cached(Role.DECODE_NODE, request.prompt_hashes)
         most_cached = max(cached.values(), default=0) * self._shape.block_tokens
         order = []
         if has_place or self._is_tail(request, most_cached):
@@ -128,9 +135,12 @@ class Coordinator:
         self.books.decisions_s.append(time.thread_time() - started)
         self._reserve_on(request, order, 0, has_place)
 
+    def _cached(self, role: Role, hashes: list[BlockHash]) -> dict[InstanceId, int]:
+        return self.books.caches[role].match(hashes, self._clock.now)
+
     def _prefill_candidates(self, request: SimRequest) -> list[Member]:
         members = self._members.usable(Role.PREFILL_NODE)
-        cached = self.books.prefill.match(request.prompt_hashes)
+        cached = self._cached(Role.PREFILL_NODE, request.prompt_hashes)
         num_blocks = self._shape.blocks_for(request.arrival.num_prompt)
         return self._placing.prefill(request, members, cached, num_blocks)
 
@@ -171,7 +181,7 @@ class Coordinator:
             if request.ticket is not None:
                 self._no_room(request)
             return
-        self._assigned(self.books.decode, member, request)
+        self._assigned(member, request)
         self._admission.admitted(request.ticket, self._clock.now)
         request.ticket = None
         request.granted_at = request.granted_at or self._clock.now
@@ -204,7 +214,7 @@ class Coordinator:
             self._queue_again(request)
             return
         request.prefill_node = member.info.instance_id
-        self._assigned(self.books.prefill, member, request)
+        self._assigned(member, request)
         node = self.prefill[member.info.instance_id]
         self._clock.after(self._shape.call_s, node.submit, request, busy)
 
@@ -221,10 +231,10 @@ class Coordinator:
         )
         self._look_again()
 
-    @staticmethod
-    def _assigned(index: PrefixIndex, member: Member, request: SimRequest) -> None:
+    def _assigned(self, member: Member, request: SimRequest) -> None:
         member.num_assigned += 1
-        index.record(member.info.instance_id, request.prompt_hashes)  # type: ignore[arg-type]
+        index = self.books.caches[member.info.role]
+        index.assigned(member.info.instance_id, request.prompt_hashes, self._clock.now)
 
     # Its end
 

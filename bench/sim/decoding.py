@@ -201,7 +201,7 @@ class DecodeNode:
             return 0
         blocks = sequence.unregistered_blocks()
         for block_id, block_hash in blocks:
-            self.pool.register(block_id, block_hash)  # type: ignore[arg-type]
+            self.pool.register(block_id, block_hash)
         sequence.num_registered_blocks += len(blocks)
         return len(blocks)
 

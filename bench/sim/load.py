@@ -10,9 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from bench.store.mooncake import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
+from kvrelay.types import BlockHash
 
 AZURE = ("conv", "code")
 MOONCAKE = ("conversation", "synthetic")
+_OWN = 1 << 40  # above all that traces name
 _AZURE_DIRECTORY = Path(__file__).parent / "traces"
 _MOONCAKE_DIRECTORY = Path(__file__).parents[1] / "store" / "traces"
 
@@ -73,14 +75,19 @@ def paced(arrivals: Sequence[Arrival], per_s: float) -> list[Arrival]:
     return [replace(arrival, at=(arrival.at - arrivals[0].at) * stretch) for arrival in arrivals]
 
 
-def block_hashes(arrival: Arrival, block_tokens: int, unique: int) -> list[int]:
+def block_hashes(arrival: Arrival, block_tokens: int, unique: int) -> list[BlockHash]:
     """Names of a request's full blocks to the end of its answer: equal names are equal contents after equal contents.
 
-    `unique` is the first of a range of negative numbers that are this request's own. What a trace names blocks of
+    `unique` is the first of a range of numbers that are this request's own. What a trace names blocks of
     TRACE_BLOCK_TOKENS by names the shorter ones in them too; the answer, and a prompt of which nothing is told, are
     nobody else's."""
     num_shared = arrival.num_prompt // block_tokens if arrival.hash_ids else 0
     parts = TRACE_BLOCK_TOKENS // block_tokens
     shared = [hash_id * parts + part for hash_id in arrival.hash_ids for part in range(parts)][:num_shared]
     num_own = (arrival.num_prompt + arrival.num_output) // block_tokens - len(shared)
-    return [*shared, *range(unique, unique - num_own, -1)]
+    return [*map(_named, shared), *(_named(_OWN + number) for number in range(unique, unique + num_own))]
+
+
+def _named(number: int) -> BlockHash:
+    """Of 32 bytes, as hashes are; different in the upper 60 bits of the first word, by which coordinators know them."""
+    return BlockHash((number << 4).to_bytes(32, "little"))

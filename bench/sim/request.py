@@ -8,7 +8,7 @@ from enum import Enum
 from bench.sim.load import Arrival
 from coordinator.queue import Ticket
 from kvrelay.sampling import SamplingParams
-from kvrelay.types import BlockId, InstanceId, RequestId
+from kvrelay.types import BlockHash, BlockId, InstanceId, RequestId
 
 
 class Outcome(Enum):
@@ -32,7 +32,7 @@ class CountedSequence:
 
     request: Given
     block_tokens: int
-    block_hashes: list[int]
+    block_hashes: list[BlockHash]
     num_prompt_tokens: int
     num_tokens: int
     block_table: list[BlockId] = field(default_factory=list)
@@ -51,7 +51,7 @@ class CountedSequence:
     def num_reusable_blocks(self) -> int:
         return (self.num_tokens - 1) // self.block_tokens
 
-    def unregistered_blocks(self) -> list[tuple[BlockId, int]]:
+    def unregistered_blocks(self) -> list[tuple[BlockId, BlockHash]]:
         span = slice(self.num_registered_blocks, self.num_computed_tokens // self.block_tokens)
         return list(zip(self.block_table[span], self.block_hashes[span], strict=False))
 
@@ -63,7 +63,7 @@ class SimRequest:
     request_id: RequestId
     arrival: Arrival
     block_tokens: int
-    hashes: list[int]  # of all full blocks, to the answer's end
+    hashes: list[BlockHash]  # of all full blocks, to the answer's end
     deadline: float = 0.0
     ticket: Ticket | None = None
     num_tries: int = 0
@@ -82,7 +82,7 @@ class SimRequest:
     outcome: Outcome | None = None
 
     @property
-    def prompt_hashes(self) -> list[int]:
+    def prompt_hashes(self) -> list[BlockHash]:
         return self.hashes[: self.arrival.num_prompt // self.block_tokens]
 
     @property
