@@ -25,7 +25,6 @@ RANKS = {
     "kvrelay.config": 0,
     "kvrelay.log": 0,
     "kvrelay.metrics": 0,
-    "kvrelay.rates": 0,
     "kvrelay.pb": 1,
     "kvrelay.kv.layout": 2,
     "kvrelay.kv.hashing": 2,
