@@ -169,7 +169,7 @@ class Placer:
     async def _ask_for_room(self) -> tuple[bool, Placement | None]:
         costs = self._costs()
         pairs = costs.ranked()
-        self._state.considered = [pair.describe() for pair in pairs[:MAX_CONSIDERED]]
+        self._state.considered = pairs[:MAX_CONSIDERED]
         if not costs.has_slot:
             self._why_refused.append("no prefill node has a slot")
         if self._state.answer.num_left == 1 and not costs.outgrown:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
 from coordinator.circuits import Party
 from coordinator.foresight import Foretold
 from coordinator.members import Member
+from coordinator.pair_cost import Pair
 from coordinator.slo import NO_TARGETS, Targets
 from coordinator.steps import Steps
 from coordinator.tenants import CacheScope
@@ -72,7 +74,7 @@ class RequestState:
         self.account = Account(now)
         self.avoid: set[Party] = set()
         self.steps = Steps(accepted.request_id, now)
-        self.considered: list[str] = []  # for people: pairs of the last placement and what each was thought to cost
+        self.considered: Sequence[Pair] = ()  # when it was last tried to place it, best first
         self.foretold: Foretold | None = None  # of the last placement; None where nothing was measured
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
