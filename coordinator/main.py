@@ -101,6 +101,7 @@ class Coordinator:
         tokenizer = load_tokenizer(path)
         members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
         cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
+        cluster.foresight.on_came = self._metrics.came
         return ServedModel(
             name, Text(tokenizer, self._long_texts), cluster, _admission(config, policies, self._metrics)
         )

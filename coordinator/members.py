@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from coordinator.standing import Standing, standing_of
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.types import InstanceId, Role
@@ -25,6 +26,20 @@ class Member:
     last_seen: float
     num_assigned: int = 0
     num_assigned_tokens: int = 0
+    _standing: Standing | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """What it stands at now: worked out anew only after a change."""
+        known, status = self._standing, self.status
+        if (
+            known is None
+            or known.status is not status
+            or known.num_assigned != self.num_assigned
+            or known.num_assigned_tokens != self.num_assigned_tokens
+        ):
+            known = self._standing = standing_of(status, self.num_assigned, self.num_assigned_tokens)
+        return known
 
     @property
     def usable(self) -> bool:
