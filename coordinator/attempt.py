@@ -252,7 +252,7 @@ class Attempt:
             self._lifetime.take(Edge.FIRST_TOKEN, f"from {account.decode_node or account.prefill_node}")
             self._came_first()
             if account.first_token_at is None:
-                account.first_token_at = time.monotonic()
+                account.first_token_at = self._first_at
         self._send(self._state.answer.add(tokens))
 
     def _came_first(self) -> None:
