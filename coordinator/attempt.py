@@ -59,23 +59,29 @@ class Attempt:
         """Returns when the answer is complete. Whatever it raises, nothing it started goes on."""
         self._state.begin_attempt()
         if placement is None:
-            self._lifetime.take(Edge.PREFILL_SENT)
+            self._lifetime.take(Edge.PREFILL_SENT, "no decode node: one token is left")
             finished = await self._prefill(None, None)
             if finished is not None:
                 self._take((finished.first_token,))
             return
-        self._state.account.decode_node = placement.address
+        self._note_placement(placement)
+        where = f"to {placement.address}, {placement.granted.num_cached_blocks} blocks cached there"
         try:
             if placement.is_tail:
-                self._lifetime.take(Edge.TAIL_SENT)
+                self._lifetime.take(Edge.TAIL_SENT, where)
                 await self._decode(placement)
             else:
-                self._lifetime.take(Edge.PREFILL_SENT)
+                self._lifetime.take(Edge.PREFILL_SENT, where)
                 await self._hand_over(placement)
         except BaseException:
             # The Decode call may not have reached the node before it was cancelled; releasing twice is harmless.
             self._cluster.nodes.release(placement.address, placement.granted.reservation_id)
             raise
+
+    def _note_placement(self, placement: Placement) -> None:
+        account = self._state.account
+        account.decode_node, account.num_blocks = placement.address, placement.num_blocks
+        account.computed_on_decode = placement.is_tail
 
     async def _hand_over(self, placement: Placement) -> None:
         decode = asyncio.create_task(self._decode(placement))
@@ -218,7 +224,7 @@ class Attempt:
     def _retry_prefill(self, member: Member, error: KVRelayError) -> None:
         """Counts a retry, or raises `error` when there is none left or none would help."""
         count_retry(self._state, "prefill", member.info.address, error, self._limits, self._on_retry)
-        self._lifetime.take(Edge.PREFILL_RETRIED)
+        self._lifetime.take(Edge.PREFILL_RETRIED, f"{member.info.address} failed: {error.message}")
 
     async def _pause_if_all_failed(self, hashes: list[BlockHash], decode: Member | None) -> None:
         candidates = prefill_candidates(self._state, self._cluster, hashes, decode)
@@ -227,7 +233,8 @@ class Attempt:
 
     def _take(self, tokens: tuple[GeneratedToken, ...]) -> None:
         if not self._state.has_begun:
-            self._lifetime.take(Edge.FIRST_TOKEN)
+            account = self._state.account
+            self._lifetime.take(Edge.FIRST_TOKEN, f"from {account.decode_node or account.prefill_node}")
         if self._state.account.first_token_at is None:
             self._state.account.first_token_at = time.monotonic()
         self._send(self._state.answer.add(tokens))

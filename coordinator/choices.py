@@ -24,7 +24,7 @@ class Choices:
     """Owns the flows and, of the queue, a kept place for each that has not entered it."""
 
     def __init__(self, flows: Sequence[Flow], admission: Admission, on_finished: OnFinished) -> None:
-        self._flows = flows
+        self.flows = flows
         self._admission = admission
         self._on_finished = on_finished
         accepted = flows[0].state.accepted
@@ -36,26 +36,26 @@ class Choices:
     @property
     def num_open(self) -> int:
         """Answers that entered the queue and have not ended."""
-        return sum(_is_open(flow) for flow in self._flows)
+        return sum(_is_open(flow) for flow in self.flows)
 
     def enter(self, client_id: str, now: float) -> None:
         """Takes or keeps a place for each answer. Raises OverloadedError when there are not enough; then none is.
 
         `client_id` is the id under which the client may send the request again, if it chose one.
         """
-        num_answers = len(self._flows)
-        num_tokens = self._flows[0].num_tokens_wanted() + (num_answers - 1) * self._tokens_each
+        num_answers = len(self.flows)
+        num_tokens = self.flows[0].num_tokens_wanted() + (num_answers - 1) * self._tokens_each
         self._admission.check_room(
             self._tenant, now, num_places=num_answers, num_tokens=num_tokens, request_id=client_id
         )
         self._admission.got_in(self._tenant, client_id)
         self._num_kept = num_answers - 1
         self._admission.keep(self._tenant, now, self._num_kept, self._num_kept * self._tokens_each)
-        self._flows[0].enter()
+        self.flows[0].enter()
 
     def leave(self) -> None:
         """Gives up every place that is still held; also when `run` never began."""
-        for flow in self._flows:
+        for flow in self.flows:
             flow.leave()
         self._give_back(self._num_kept)
 
@@ -63,18 +63,18 @@ class Choices:
         """The first answer has begun, so the others may."""
         self._may_follow.set()
 
-    def end(self, edge: Edge) -> None:
+    def end(self, edge: Edge, detail: str) -> None:
         """Every answer that is open ends so."""
-        for flow in self._flows:
+        for flow in self.flows:
             if _is_open(flow):
-                flow.lifetime.take(edge)
+                flow.lifetime.take(edge, detail)
 
     async def run(self) -> RequestFinished:
         """Returns the account of them all. Whatever it raises, none of them goes on: KVRelayError when one failed."""
         tasks = [asyncio.create_task(self._run(0))]
         try:
             await self._may_follow.wait()
-            if len(self._flows) > 1 and not _has_failed(tasks[0]):
+            if len(self.flows) > 1 and not _has_failed(tasks[0]):
                 tasks += self._follow()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
@@ -86,7 +86,7 @@ class Choices:
 
     async def _run(self, index: int) -> RequestFinished:
         try:
-            finished = await self._flows[index].run()
+            finished = await self.flows[index].run()
         finally:
             self._may_follow.set()
         self._on_finished(index, finished)
@@ -95,10 +95,10 @@ class Choices:
         return finished
 
     def _follow(self) -> list[asyncio.Task[RequestFinished]]:
-        followers = range(1, len(self._flows))
+        followers = range(1, len(self.flows))
         for index in reversed(followers):  # each takes the first place
             self._give_back(1)
-            self._flows[index].enter(front=True)
+            self.flows[index].enter(front=True)
         return [asyncio.create_task(self._run(index)) for index in followers]
 
     def _give_back(self, num_places: int) -> None:

@@ -47,14 +47,18 @@ class Cluster:
     def join(self, info: NodeInfo) -> Member:
         """Raises as Members.join."""
         member = self.members.join(info, self._now())
-        past = self.members.past_of(info)
-        if past is not None:
-            self._lose(past, "was replaced by a new process")
+        self.make_way(info)
         if info.role in self.caches:
             self.caches[info.role].joined(info.instance_id, self._now())
         logger.info("%s %s joined as %s", info.role.value, info.address, info.instance_id)
         self._set_timer()
         return member
+
+    def make_way(self, info: NodeInfo) -> None:
+        """A process has started where this node is: what was there before is gone."""
+        past = self.members.past_of(info)
+        if past is not None:
+            self._lose(past, "was replaced by a new process")
 
     def update(self, member: Member, status: NodeStatus) -> None:
         """Raises StaleError when the node is no member any more."""

@@ -5,20 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.model_list import add_model, parse_models
 from coordinator.tenant_policy import parse_policies
 from kvrelay.config import RoleConfig, option
+from kvrelay.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig(RoleConfig):
-    model: Path = option(help="GGUF file or Hugging Face directory whose tokenizer and chat template are used")
-    model_name: str = option("", "name that clients ask for; default: the file's or directory's")
+    model: Path | None = option(
+        None, "GGUF file or Hugging Face directory whose tokenizer and chat template are used; needed without models"
+    )
+    model_name: str = option("", "name that clients ask for model by; default: the file's or directory's")
+    models: str = option(
+        "",
+        "several models to serve, beside model or instead of it, as NAME=PATH with semicolons between; each node says "
+        "by its own model_name which of them it serves",
+    )
     max_queue: int = option(
-        256, "answers that may wait for room, n of a request for n; more are turned away", minimum=1
+        256, "answers that may wait for room, of each model, n of a request for n; more are turned away", minimum=1
     )
     max_queued_tokens: int = option(
         0,
-        "tokens that waiting answers may want in all, uncached ones of prompts and max_tokens; 0: no bound",
+        "tokens that waiting answers of a model may want in all, uncached ones of prompts and max_tokens; 0: no bound",
         minimum=0,
     )
     max_queue_wait_s: float = option(60.0, "longest wait of a request for room", unit="s", minimum=0.1)
@@ -61,6 +70,12 @@ class CoordinatorConfig(RoleConfig):
     no_node_wait_s: float = option(
         5.0, "longest wait of an accepted request while no node of a role it needs is ready", unit="s", minimum=0.1
     )
+    max_kept_bytes: int = option(
+        64 * 2**20,
+        "bytes of answers to requests with keep_s, kept to be read again; the oldest complete ones go first; 0: none",
+        unit="bytes",
+        minimum=0,
+    )
     cluster_secret_file: str = option(
         "",
         "file with a secret, the same for all coordinators, that enters the name of every cached block, so that nobody "
@@ -69,6 +84,22 @@ class CoordinatorConfig(RoleConfig):
     )
     request_timeout_s: float = option(600.0, "longest life of a request", unit="s", minimum=0.1)
 
+    def model_paths(self) -> dict[str, Path]:
+        """Of all models to serve, by name. Raises ConfigError."""
+        paths: dict[str, Path] = {}
+        if self.model is not None:
+            add_model(paths, self.model_name or self.model.absolute().name.removesuffix(".gguf"), self.model)
+        elif self.model_name:
+            raise ConfigError(
+                f"model_name is {self.model_name!r}, and there is no model that it would name: give --model"
+            )
+        for name, path in parse_models(self.models).items():
+            add_model(paths, name, path)
+        if not paths:
+            raise ConfigError("--model is missing: a GGUF file or a Hugging Face directory; or several by --models")
+        return paths
+
     def check(self) -> None:
         """Raises ConfigError where fields contradict each other."""
+        self.model_paths()
         parse_policies(self.tenants).check_within(self.max_queue, self.max_queue_wait_s)

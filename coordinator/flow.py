@@ -45,7 +45,8 @@ class Flow:
     def enter(self, *, front: bool = False) -> None:
         """Takes a place among its tenant's in the queue, or the first of all."""
         self._placer.enter(front=front)
-        self.lifetime.take(Edge.ACCEPTED)
+        prompt_tokens, most = self.state.num_prompt_tokens, self.state.answer.num_left
+        self.lifetime.take(Edge.ACCEPTED, f"{prompt_tokens} prompt tokens, {most} to generate at most")
 
     def num_tokens_wanted(self) -> int:
         """What the answer costs its tenant."""
@@ -65,21 +66,22 @@ class Flow:
             placement = await self._placer.place()
             try:
                 await self._attempt.run(placement)
-            except NoPrefillSlotError:
-                self.lifetime.take(Edge.REFUSED)
+            except NoPrefillSlotError as error:
+                self.lifetime.take(Edge.REFUSED, error.message)
                 self._placer.enter_again(refused=True)
             except KVRelayError as error:
                 if self.state.answer.reason is None:
                     self._go_elsewhere(error, placement)
-        self.lifetime.take(Edge.FINISHED)
+        self.lifetime.take(Edge.FINISHED, self.state.answer.reason.value)
         return self.state.finished(time.monotonic())
 
     def _go_elsewhere(self, error: KVRelayError, placement: Placement | None) -> None:
         """Queues again, in front; raises `error` when it must not, or may no more, be tried again."""
+        where = "the prefill node" if placement is None else placement.address
         if placement is None:
-            count_retry(self.state, "prefill", "the prefill node", error, self._limits, self._on_retry)
+            count_retry(self.state, "prefill", where, error, self._limits, self._on_retry)
         else:
-            count_retry(self.state, "decode", placement.address, error, self._limits, self._on_retry)
+            count_retry(self.state, "decode", where, error, self._limits, self._on_retry)
             self.state.avoid.add((placement.decode.info.instance_id,))
-        self.lifetime.take(Edge.RESUMED)
+        self.lifetime.take(Edge.RESUMED, f"{where} failed: {error.message}")
         self._placer.enter_again(refused=False)

@@ -7,25 +7,26 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from coordinator.admission import Admission
 from coordinator.answer import Answer
 from coordinator.choices import Choices
-from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
+from coordinator.explain import EndedRequests
 from coordinator.fit import Capacity, check_capacity, settle_max_tokens
 from coordinator.flow import Flow
-from coordinator.lifetime import Lifetime
+from coordinator.kept import KeptAnswers, Reader, Timer
+from coordinator.lifetime import Edge, Lifetime, Stage
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.placement import Limits
 from coordinator.request import AcceptedRequest, RequestState
 from coordinator.running import RunningRequest
+from coordinator.served_models import ServedModel, ServedModels
 from coordinator.tenant_policy import TenantPolicies
 from coordinator.tenants import Salts, Tenant
 from coordinator.terms import Terms
-from coordinator.text import Text
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import (
     DuplicateRequestError,
@@ -34,10 +35,13 @@ from kvrelay.errors import (
     NotFoundError,
     UnavailableError,
 )
+from kvrelay.explanation import Explanation
 from kvrelay.inference import GenerateRequest
 from kvrelay.rpc.convert_types import check_request_id
 from kvrelay.sampling import SamplingParams, fork_seed
 from kvrelay.types import InstanceId, RequestId, Role
+
+Answering = RunningRequest | Reader  # what a client's call reads, and tells when it ends
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +54,15 @@ class FrontDoor:
     def __init__(
         self,
         config: CoordinatorConfig,
-        text: Text,
-        cluster: Cluster,
-        admission: Admission,
+        models: ServedModels,
         metrics: CoordinatorMetrics,
         instance_id: InstanceId,
         salts: Salts,
         policies: TenantPolicies,
         terms: Terms,
     ) -> None:
-        self.text = text
+        self.models = models
         self._config = config
-        self._cluster = cluster
-        self._admission = admission
         self._metrics = metrics
         self._salts = salts
         self._policies = policies
@@ -76,12 +76,15 @@ class FrontDoor:
         )
         self._node_ids = (f"#{instance_id[:16]}.{number:x}" for number in itertools.count(1))
         self._running: dict[RequestId, RunningRequest] = {}
+        self._kept = KeptAnswers(config.max_kept_bytes, _call_later, metrics.attached)
+        self._ended_lately = EndedRequests()
+        metrics.watch_kept(lambda: self._kept.num_bytes)
         self._draining = False
 
     @property
     def num_waiting(self) -> int:
         """Answers that wait for room."""
-        return self._admission.num_waiting
+        return self.models.num_waiting
 
     @property
     def num_open(self) -> int:
@@ -89,23 +92,12 @@ class FrontDoor:
         return sum(running.num_open for running in self._running.values())
 
     def why_not_ready(self) -> str:
-        """Empty when a request sent now would be served."""
-        if self._draining:
-            return "draining"
-        missing = [role.value for role in (Role.PREFILL_NODE, Role.DECODE_NODE) if not self._usable(role)]
-        return f"no {' and no '.join(missing)} is ready" if missing else ""
+        """Empty when a request sent now, for some model, would be served."""
+        return "draining" if self._draining else self.models.why_not_ready
 
-    def model(self, name: str) -> ModelInfo:
-        """What is served under a name. Raises UnknownModelError, or UnavailableError while no node serves it."""
-        self.text.check_model(name)
-        model = self._cluster.members.model
-        if model is None:
-            raise UnavailableError("no prefill or decode node has joined; try again when the cluster is up")
-        return replace(model, name=self.text.model_name)
-
-    async def accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
+    async def accept(self, request: GenerateRequest, tenant: Tenant) -> Answering:
         """Checks everything that can be known now, takes a place in the queue for each answer and starts the request.
-        `tenant` is who sent it.
+        `tenant` is who sent it. One that is kept and sent again goes on with its first sending, and takes no place.
 
         Raises KVRelayError; then nothing of the request is left.
         """
@@ -115,30 +107,48 @@ class FrontDoor:
             self._metrics.failed(error.code)
             raise
 
-    async def _accept(self, request: GenerateRequest, tenant: Tenant) -> RunningRequest:
+    async def _accept(self, request: GenerateRequest, tenant: Tenant) -> Answering:
         request_id = _settle_request_id(request.request_id)  # before a promise is remembered by it
-        self._check_n(request, tenant.label)
+        request.check_keep()
+        if (reader := self._kept.attach(request, tenant.label)) is not None:
+            return reader
+        served = self.models.find(request.model)
+        self._check_n(request, served, tenant.label)
         request.check_priority()
         scope = self._salts.scope(tenant, request)
         self._terms.check(request, scope.tenant)
-        self._check_open(request, scope.tenant)
-        model = self.model(request.model)
+        self._check_open(request, served, scope.tenant)
+        model = served.info
         request.sampling.validate(model.vocab_size)
-        prompt_ids = await self.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
-        self._check_open(request, scope.tenant)  # a drain may have begun meanwhile, and counts on the requests it found
-        sampling = self._settle_sampling(request.sampling, len(prompt_ids), model)
+        prompt_ids = await served.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
+        # A drain may have begun meanwhile, and counts on the requests it found.
+        self._check_open(request, served, scope.tenant)
+        sampling = self._settle_sampling(request.sampling, len(prompt_ids), served, model)
+        if (reader := self._kept.attach(request, tenant.label)) is not None:  # it came twice at once
+            return reader
         if request_id in self._running:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
         accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
         accepted = self._terms.settle(accepted, request)
-        return self._start(self._choices_of(accepted, request.n), request.request_id)
+        return self._start(served, self._choices_of(accepted, request.n), request)
 
-    def cancel(self, request_id: str) -> None:
-        """Raises NotFoundError when no such request runs."""
+    def cancel(self, request_id: str, tenant: Tenant) -> None:
+        """Ends a request of the tenant's, or forgets its answer where it is kept. Raises NotFoundError without one."""
         running = self._running.get(RequestId(request_id))
-        if running is None:
+        if running is not None and running.accepted.tenant == tenant.label:
+            running.cancel("the request was cancelled")
+        elif not self._kept.forget(RequestId(request_id), tenant.label):
             raise NotFoundError(f"no request with the id {request_id[:128]!r} is running")
-        running.cancel("the request was cancelled")
+
+    def explain(self, request_id: str, tenant: Tenant) -> Explanation:
+        """Raises NotFoundError when the tenant has none under the id that runs or ended lately."""
+        running = self._running.get(RequestId(request_id))
+        if running is not None and running.accepted.tenant == tenant.label:
+            return running.explain()
+        explanation = self._ended_lately.find(RequestId(request_id), tenant.label, self._now())
+        if explanation is None:
+            raise NotFoundError(f"no request with the id {request_id[:128]!r} runs or ended lately")
+        return explanation
 
     async def drain(self, deadline_s: float) -> None:
         """Takes nothing new; lets what runs finish for `deadline_s` or until this is cancelled, then ends it."""
@@ -153,24 +163,32 @@ class FrontDoor:
         if leftover:
             await asyncio.wait([running.task for running in leftover])
 
-    def _check_n(self, request: GenerateRequest, tenant: str) -> None:
+    async def close(self) -> None:
+        await self.drain(0.0)
+        self._kept.close()
+
+    @staticmethod
+    def _check_n(request: GenerateRequest, served: ServedModel, tenant: str) -> None:
         request.check_n()
-        most = self._admission.most_places(tenant)
+        most = served.admission.most_places(tenant)
         if request.n > most:
             raise InvalidRequestError(
                 f"n is {request.n}; allowed is at most {most} here: each answer needs a place in the queue, and this "
                 "coordinator has no more"
             )
 
-    def _check_open(self, request: GenerateRequest, tenant: str) -> None:
-        why = self.why_not_ready()
-        if why:
-            raise UnavailableError(f"the cluster takes no requests now: {why}", retry_after_s=1.0)
-        self._admission.check_room(tenant, self._now(), num_places=request.n, request_id=request.request_id)
+    def _check_open(self, request: GenerateRequest, served: ServedModel, tenant: str) -> None:
+        if self._draining:
+            raise UnavailableError("this coordinator takes no requests now: draining", retry_after_s=1.0)
+        if why := served.why_not_ready:
+            raise UnavailableError(f"model {served.name!r} takes no requests now: {why}", retry_after_s=1.0)
+        served.admission.check_room(tenant, self._now(), num_places=request.n, request_id=request.request_id)
 
-    def _settle_sampling(self, sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo) -> SamplingParams:
+    def _settle_sampling(
+        self, sampling: SamplingParams, num_prompt_tokens: int, served: ServedModel, model: ModelInfo
+    ) -> SamplingParams:
         max_tokens = settle_max_tokens(num_prompt_tokens, sampling.max_tokens, self._config.default_max_tokens, model)
-        members = self._cluster.members
+        members = served.cluster.members
         capacity = Capacity(members.largest_pool(Role.DECODE_NODE), members.largest_pool(Role.PREFILL_NODE))
         check_capacity(num_prompt_tokens, max_tokens, model.layout, capacity)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -189,25 +207,28 @@ class FrontDoor:
             choices.append(replace(accepted, node_request_id=node_id, sampling=drawing))
         return choices
 
-    def _start(self, accepted: list[AcceptedRequest], client_id: str) -> RunningRequest:
-        running = RunningRequest(accepted[0], self._metrics, len(accepted))
-        flows = [self._flow(running, index, choice) for index, choice in enumerate(accepted)]
-        self._terms.admit(flows, client_id, self._now())
-        choices = Choices(flows, self._admission, running.choice_finished)
-        choices.enter(client_id, self._now())
+    def _start(self, served: ServedModel, accepted: list[AcceptedRequest], request: GenerateRequest) -> Answering:
+        sampling, tenant = accepted[0].sampling, accepted[0].tenant
+        log = self._kept.make_log(request, sampling) if request.keep_s else None
+        running = RunningRequest(accepted[0], self._metrics, len(accepted), log)
+        flows = [self._flow(served, running, index, choice) for index, choice in enumerate(accepted)]
+        self._terms.admit(flows, request.request_id, self._now())
+        choices = Choices(flows, served.admission, running.choice_finished)
+        choices.enter(request.request_id, self._now())
         self._running[running.accepted.request_id] = running
         running.start(choices, self._terms.tally(flows[0].state.accepted), self._config.request_timeout_s)
-        running.task.add_done_callback(lambda _: self._ended(running))
-        return running
+        running.task.add_done_callback(lambda _: self._ended(served, running))
+        return running if log is None else self._kept.add(request, sampling, tenant, log, running.cancel)
 
-    def _flow(self, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
-        answer = Answer(self.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
+    def _flow(self, served: ServedModel, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
+        answer = Answer(served.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
+        state = RequestState(accepted, answer, time.monotonic())
         return Flow(
-            RequestState(accepted, answer, time.monotonic()),
-            self._cluster,
-            self._admission,
+            state,
+            served.cluster,
+            served.admission,
             self._limits_of(accepted.tenant),
-            Lifetime(self._metrics.edge),
+            Lifetime(partial(self._took, state)),
             emit=partial(running.emit, index),
             on_retry=self._metrics.retried,
         )
@@ -216,16 +237,24 @@ class FrontDoor:
         most_s = self._limits.max_queue_wait_s
         return replace(self._limits, max_queue_wait_s=min(self._policies.of(tenant).max_wait_s or most_s, most_s))
 
-    def _ended(self, running: RunningRequest) -> None:
-        del self._running[running.accepted.request_id]
-        self._admission.changed()
+    def _took(self, state: RequestState, edge: Edge, before: Stage | None, after: Stage, detail: str) -> None:
+        self._metrics.edge(edge, before, after)
+        state.steps.take(edge, before, after, detail)
 
-    def _usable(self, role: Role) -> bool:
-        return bool(self._cluster.members.usable(role))
+    def _ended(self, served: ServedModel, running: RunningRequest) -> None:
+        request_id = running.accepted.request_id
+        del self._running[request_id]
+        self._kept.ended(request_id)
+        self._ended_lately.add(running.explain(), self._now())
+        served.admission.changed()
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, then)
 
 
 def _settle_request_id(request_id: str) -> RequestId:

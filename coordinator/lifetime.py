@@ -52,20 +52,21 @@ EDGES: dict[Edge, tuple[tuple[Stage | None, ...], Stage]] = {
     Edge.CANCELLED: (_ALIVE, Stage.ENDED),
 }
 
-OnEdge = Callable[[Edge, "Stage | None", Stage], None]
+OnEdge = Callable[[Edge, "Stage | None", Stage, str], None]
 
 
 class Lifetime:
-    """One answer's stage. `on_edge` hears of every edge taken, with the stages before and after it."""
+    """One answer's stage. `on_edge` hears of every edge taken, with the stages before and after it and a detail."""
 
     def __init__(self, on_edge: OnEdge) -> None:
         self._on_edge = on_edge
         self.stage: Stage | None = None
 
-    def take(self, edge: Edge) -> None:
-        """Raises KVRelayError when the edge does not start here: a fault of ours."""
+    def take(self, edge: Edge, detail: str = "") -> None:
+        """`detail` is for people: where to, or why. Raises KVRelayError when the edge does not start here: a fault of
+        ours."""
         sources, target = EDGES[edge]
         if self.stage not in sources:
             raise KVRelayError(f"a request cannot be {edge.value} while {self.stage and self.stage.value}")
         before, self.stage = self.stage, target
-        self._on_edge(edge, before, target)
+        self._on_edge(edge, before, target, detail)

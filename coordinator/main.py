@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -14,18 +16,19 @@ from coordinator.config import CoordinatorConfig
 from coordinator.fairness import DeficitRounds
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Identify, identify
-from coordinator.members import Members
+from coordinator.members import COMPUTING_ROLES, Members
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.places import Places
 from coordinator.policy_metrics import PolicyMetrics
 from coordinator.prefix_index_metrics import PrefixIndexCollector
 from coordinator.retry_advice import RetryAdvice
+from coordinator.served_models import ServedModel, ServedModels
 from coordinator.service import SERVICE_NAMES, ClusterService, InferenceService
 from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
 from coordinator.terms import Terms
-from coordinator.text import Text
+from coordinator.text import LongTexts, Text
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
@@ -37,8 +40,10 @@ _KNOWS_NOBODY = identify
 
 
 class Coordinator:
-    """Ready while it has a ready prefill node and a ready decode node. Raises ModelFileError for a bad tokenizer,
-    ConfigError for a secret that cannot be read.
+    """Ready while some model has a ready prefill node and a ready decode node.
+
+    Raises ModelFileError for a bad tokenizer, ConfigError for settings that contradict each other or a secret that
+    cannot be read.
     """
 
     service_names = SERVICE_NAMES
@@ -50,27 +55,24 @@ class Coordinator:
         registry: CollectorRegistry,
         identify: Identify = identify,
     ) -> None:
-        tokenizer = load_tokenizer(config.model)
-        text = Text(tokenizer, config.model_name or config.model.name.removesuffix(".gguf"))
-        self._text = text
+        config.check()
         self._readiness: Readiness | None = None
         self._nodes = Nodes()
-        members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
-        self._cluster = Cluster(members, self._nodes, self._changed, config.prefix_index_blocks)
         self._metrics = CoordinatorMetrics(registry)
-        PrefixIndexCollector(registry, self._cluster.caches)
+        self._long_texts = LongTexts()
         policies = parse_policies(config.tenants)
         if identify is _KNOWS_NOBODY:
             _warn_of_strangers(policies)
-        self._admission = _admission(config, policies, self._metrics)
-        self._metrics.watch_circuits(lambda: self._cluster.circuits.num_open)
+        models = [self._serve(name, path, config, policies) for name, path in config.model_paths().items()]
+        stores = Cluster(Members(timeout_s=config.member_timeout_s), self._nodes, _no_news)
+        self._models = ServedModels(models, stores)
+        PrefixIndexCollector(registry, [model.cluster.caches for model in self._models])
+        self._metrics.watch_circuits(lambda: sum(model.cluster.circuits.num_open for model in self._models))
         salts = Salts(read_secret(config.cluster_secret_file))
         terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
-        self.door = FrontDoor(
-            config, text, self._cluster, self._admission, self._metrics, instance_id, salts, policies, terms
-        )
+        self.door = FrontDoor(config, self._models, self._metrics, instance_id, salts, policies, terms)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
-        self._membership = ClusterService(self._cluster, self.door, instance_id)
+        self._membership = ClusterService(self.door, instance_id)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._inference.register(server)
@@ -78,25 +80,44 @@ class Coordinator:
 
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness
-        self._changed()
+        for model in self._models:
+            self._changed(model.name)
 
     async def drain(self, deadline_s: float) -> None:
         try:
             await self.door.drain(deadline_s)
         finally:
-            self._cluster.will_end_streams()
+            for cluster in self._models.clusters:
+                cluster.will_end_streams()
 
     async def close(self) -> None:
-        await self.door.drain(0.0)
-        self._cluster.close()
+        await self.door.close()
+        for cluster in self._models.clusters:
+            cluster.close()
         await self._nodes.close()
-        self._text.close()
+        self._long_texts.close()
 
-    def _changed(self) -> None:
-        self._admission.changed()
+    def _serve(self, name: str, path: Path, config: CoordinatorConfig, policies: TenantPolicies) -> ServedModel:
+        tokenizer = load_tokenizer(path)
+        members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
+        cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
+        return ServedModel(
+            name, Text(tokenizer, self._long_texts), cluster, _admission(config, policies, self._metrics)
+        )
+
+    def _changed(self, name: str) -> None:
+        """Of that model there may be more room, or fewer nodes."""
+        model = self._models.find(name)
+        model.admission.changed()
+        for role in COMPUTING_ROLES:
+            self._metrics.usable_nodes(name, role, len(model.cluster.members.usable(role)))
         if self._readiness is not None:
             why_not = self.door.why_not_ready()
             self._readiness.set(not why_not, why_not)
+
+
+def _no_news() -> None:
+    """Nothing waits for a kvstore."""
 
 
 def _warn_of_strangers(policies: TenantPolicies) -> None:

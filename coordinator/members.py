@@ -28,6 +28,16 @@ class Member:
 
     @property
     def usable(self) -> bool:
+        """Takes new work."""
+        return self._is_ready and self.status.weight > 0
+
+    @property
+    def is_cordoned(self) -> bool:
+        """Ready, and takes nothing new only because its weight is 0."""
+        return self._is_ready and not self.status.weight
+
+    @property
+    def _is_ready(self) -> bool:
         return self.status.ready and not self.status.draining
 
 
@@ -103,11 +113,23 @@ class Members:
         return list(self._members.values())
 
     def usable(self, role: Role) -> list[Member]:
-        """Members of a role that are ready and not draining."""
+        """Members of a role that are ready, not draining and have a weight above 0."""
         return [member for member in self._of(role) if member.usable]
 
+    @property
+    def why_not_ready(self) -> str:
+        """Empty while a prefill and a decode node are usable."""
+        missing = [role for role in COMPUTING_ROLES if not self.usable(role)]
+        cordoned = [role for role in missing if any(member.is_cordoned for member in self._of(role))]
+        absent = [role for role in missing if role not in cordoned]
+        reasons = []
+        if absent:
+            reasons.append(f"no {' and no '.join(role.value for role in absent)} is ready")
+        reasons += [f"every {role.value} that is ready has weight 0" for role in cordoned]
+        return " and ".join(reasons)
+
     def is_usable(self, instance_id: InstanceId) -> bool:
-        """Whether this process is a member, ready and not draining."""
+        """Whether this process is a member that takes new work."""
         member = self._members.get(instance_id)
         return member is not None and member.usable
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from coordinator.lifetime import Edge, Stage
 from kvrelay.inference import RequestFinished
 from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
-from kvrelay.types import FinishReason
+from kvrelay.types import FinishReason, Role
 
 MAX_TENANT_LABELS = 50
 OTHER_TENANTS = "other"
@@ -49,11 +49,17 @@ class CoordinatorMetrics:
         self._errors = counter("kvrelay_errors_total", "Requests that failed or were refused, by error code.", "code")
         self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
         self._edges = counter("kvrelay_request_edges_total", "Steps in the lives of answers.", "edge")
+        self._attached = counter(
+            "kvrelay_attached_total",
+            "Requests sent again that went on with one that ran or was kept; counted nowhere else.",
+        )
+        self._kept_bytes = gauge("kvrelay_kept_bytes", "Of answers that may be read again, those that grow included.")
         self._open_circuits = Gauge(
             "kvrelay_circuits_open",
             "Nodes and links between two that failed lately and are asked last.",
             registry=registry,
         )
+        self._usable_nodes = gauge("kvrelay_usable_nodes", "Nodes that take new work.", "model", "role")
         self._running = Gauge("kvrelay_requests_running", "Answers that nodes compute.", registry=registry)
         self._waiting = Gauge("kvrelay_requests_waiting", "Answers that wait for room.", registry=registry)
         self._queued = gauge(
@@ -69,6 +75,17 @@ class CoordinatorMetrics:
     def watch_circuits(self, num_open: Callable[[], int]) -> None:
         """`num_open` is called by whoever scrapes, on another thread."""
         self._open_circuits.set_function(num_open)
+
+    def watch_kept(self, num_bytes: Callable[[], int]) -> None:
+        """As watch_circuits."""
+        self._kept_bytes.set_function(num_bytes)
+
+    def attached(self) -> None:
+        self._attached.inc()
+
+    def usable_nodes(self, model: str, role: Role, num_nodes: int) -> None:
+        """Of one of the coordinator's models."""
+        self._usable_nodes.labels(model, role.value).set(num_nodes)
 
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()

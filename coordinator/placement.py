@@ -41,6 +41,7 @@ class Placement:
     decode: Member
     granted: ReservationGranted
     is_tail: bool  # it computes what is not cached there itself: little, or more than any prefill node could hold
+    num_blocks: int = 0  # set aside there for the request
 
     @property
     def address(self) -> str:
@@ -61,6 +62,7 @@ class Placer:
         self._turn = asyncio.Event()
         self._ticket: Ticket | None = None
         self._deadline = 0.0
+        self._why_refused: list[str] = []
 
     def demand(self) -> Demand:
         """What it costs its tenant, as far as is known where its prompt is cached."""
@@ -141,13 +143,14 @@ class Placer:
     async def _try_once(self) -> tuple[bool, Placement | None]:
         assert self._ticket is not None
         self._lifetime.take(Edge.TRIED)
+        self._why_refused = []
         found, placement = await self._ask_for_room()
         if found:
             self._admission.admitted(self._ticket, self._now())
             if self._state.account.granted_at is None:
                 self._state.account.granted_at = time.monotonic()
         else:
-            self._lifetime.take(Edge.REFUSED)
+            self._lifetime.take(Edge.REFUSED, "; ".join(self._why_refused))
             self._admission.refused(self._ticket)
             self._cluster.look_again()
         return found, placement
@@ -156,6 +159,8 @@ class Placer:
         hashes = self._state.hashes()
         candidates = prefill_candidates(self._state, self._cluster, hashes)
         slot = any(has_slot(member) for member in candidates)
+        if not slot:
+            self._why_refused.append("no prefill node has a slot")
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         outgrown = not candidates and bool(self._cluster.members.usable(Role.PREFILL_NODE))
         if self._state.answer.num_left == 1 and not outgrown:
@@ -170,7 +175,7 @@ class Placer:
             is_tail = outgrown or self._is_tail(granted.num_cached_blocks)
             if slot or is_tail:
                 self._cluster.assigned(member, hashes)
-                return True, Placement(member, granted, is_tail)
+                return True, Placement(member, granted, is_tail, self._num_blocks_now(member))
             self._cluster.nodes.release(member.info.address, granted.reservation_id)
             self._cluster.withdraw(member)
         return False, None
@@ -184,11 +189,13 @@ class Placer:
                     return await self._cluster.nodes.reserve(
                         address, request, state.num_positions, state.num_positions_now
                     )
-        except OverloadedError:
+        except OverloadedError as error:
+            self._why_refused.append(f"{address}: {error.message}")
             return None
         except KVRelayError as error:
             if not may_succeed_elsewhere(error):
                 raise
+            self._why_refused.append(f"{address}: {error.message}")
             party = (member.info.instance_id,)
             if party not in self._state.avoid:  # once, not at every try
                 logger.warning("%s: reserving on %s failed: %s", self._state.request_id, address, error)

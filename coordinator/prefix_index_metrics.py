@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +15,8 @@ from kvrelay.types import Role
 class PrefixIndexCollector(Collector):
     """Read when scraped, from the scraper's thread."""
 
-    def __init__(self, registry: CollectorRegistry, indexes: Mapping[Role, PrefixIndex]) -> None:
+    def __init__(self, registry: CollectorRegistry, indexes: Sequence[Mapping[Role, PrefixIndex]]) -> None:
+        """`indexes` of each model; they are added up."""
         self._indexes = indexes
         registry.register(self)
 
@@ -38,8 +39,12 @@ class PrefixIndexCollector(Collector):
                 labels=["role"],
             ),
         ]
-        for role, index in self._indexes.items():
-            values = (index.num_blocks, index.num_told, index.num_dropped, index.num_resyncs)
+        for role in self._indexes[0]:
+            counts = [
+                (index.num_blocks, index.num_told, index.num_dropped, index.num_resyncs)
+                for index in (one[role] for one in self._indexes)
+            ]
+            values = map(sum, zip(*counts, strict=True))
             for family, value in zip(families, values, strict=True):
                 family.add_metric([role.value], value)
         return families

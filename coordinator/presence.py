@@ -44,7 +44,9 @@ class Presence:
         except TimeoutError as error:
             if not guard.expired():
                 raise
-            raise UnavailableError("every node that could run the request is gone or not ready") from error
+            raise UnavailableError(
+                "every node that could run the request is gone or not ready, or has weight 0"
+            ) from error
 
 
 class _Wait:

@@ -8,6 +8,7 @@ from coordinator.answer import Answer
 from coordinator.circuits import Party
 from coordinator.members import Member
 from coordinator.slo import NO_TARGETS, Targets
+from coordinator.steps import Steps
 from coordinator.tenants import CacheScope
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import CancelledError, KVRelayError, NotFoundError
@@ -56,6 +57,8 @@ class Account:
     handoff_bytes: int = 0
     prefill_node: str = ""
     decode_node: str = ""
+    num_blocks: int = 0  # set aside there when it was placed
+    computed_on_decode: bool = False
     num_retries: int = 0
 
 
@@ -67,6 +70,10 @@ class RequestState:
         self.answer = answer
         self.account = Account(now)
         self.avoid: set[Party] = set()
+        self.steps = Steps(accepted.request_id, now)
+        self.considered: list[str] = []  # for people: nodes of the last placement and what each was thought to cost
+        self.predicted_ttft_s = 0.0  # 0: not predicted
+        self.predicted_itl_s = 0.0
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)
@@ -75,6 +82,10 @@ class RequestState:
     @property
     def request_id(self) -> RequestId:
         return self.accepted.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.accepted.prompt_ids)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -152,6 +163,17 @@ class RequestState:
         self.account.handoff_s = finished.handoff_s
         self.account.handoff_bytes = finished.handoff_bytes
 
+    def timing(self, now: float) -> Timing:
+        """So far."""
+        account = self.account
+        return Timing(
+            queue_s=(account.granted_at or now) - account.accepted_at,
+            first_token_s=(account.first_token_at or account.accepted_at) - account.accepted_at,
+            total_s=now - account.accepted_at,
+            prefill_s=account.prefill_s,
+            handoff_s=account.handoff_s,
+        )
+
     def finished(self, now: float) -> RequestFinished:
         """The account of a complete answer."""
         account, answer = self.account, self.answer
@@ -159,13 +181,7 @@ class RequestState:
         return RequestFinished(
             reason=answer.reason,
             usage=Usage(len(self.accepted.prompt_ids), len(answer.token_ids), account.cached),
-            timing=Timing(
-                queue_s=(account.granted_at or now) - account.accepted_at,
-                first_token_s=(account.first_token_at or account.accepted_at) - account.accepted_at,
-                total_s=now - account.accepted_at,
-                prefill_s=account.prefill_s,
-                handoff_s=account.handoff_s,
-            ),
+            timing=self.timing(now),
             prefill_node=account.prefill_node,
             decode_node=account.decode_node,
             handoff_bytes=account.handoff_bytes,

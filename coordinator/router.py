@@ -1,4 +1,8 @@
-"""Which nodes to try, best first: least work still to do, counting what a node's cache already spares. Pure."""
+"""Which nodes to try, best first: least work still to do, counting what a node's cache already spares. Pure.
+
+The work is that of the requests that are there and of the new one, over the node's weight: of two idle nodes the one of
+more weight comes first, and one of twice the weight is given twice as many.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def rank_decode(
     `num_blocks_now` says how many a node sets aside at first: all of them, unless its answers grow.
     """
 
-    def cost(member: Member) -> tuple[bool, bool, bool, int, int, InstanceId]:
+    def cost(member: Member) -> tuple[bool, bool, bool, float, int, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
         load = status.num_running + status.num_waiting + status.num_reservations + member.num_assigned
         cached = matched.get(instance_id, 0)
@@ -38,12 +42,12 @@ def rank_decode(
             instance_id in avoid,
             instance_id in suspects,
             crowded,
-            DECODE_REQUEST_BLOCKS * load - cached,
+            DECODE_REQUEST_BLOCKS * (load + 1) / status.weight - cached,
             -status.blocks.available,
             instance_id,
         )
 
-    return sorted((member for member in members if num_blocks <= member.status.blocks.total), key=cost)
+    return sorted((member for member in members if _may_take(member, num_blocks)), key=cost)
 
 
 def rank_prefill(
@@ -56,7 +60,7 @@ def rank_prefill(
 ) -> list[Member]:
     """Prefill nodes that could ever hold `num_blocks`, the one to ask first in front; the others as in rank_decode."""
 
-    def cost(member: Member) -> tuple[bool, bool, bool, int, InstanceId]:
+    def cost(member: Member) -> tuple[bool, bool, bool, float, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
         load = status.num_running + status.num_waiting + member.num_assigned
         cached = matched.get(instance_id, 0)
@@ -64,11 +68,16 @@ def rank_prefill(
             instance_id in avoid,
             instance_id in suspects,
             not has_slot(member),
-            PREFILL_REQUEST_BLOCKS * load - cached,
+            PREFILL_REQUEST_BLOCKS * (load + 1) / status.weight - cached,
             instance_id,
         )
 
-    return sorted((member for member in members if num_blocks <= member.status.blocks.total), key=cost)
+    return sorted((member for member in members if _may_take(member, num_blocks)), key=cost)
+
+
+def _may_take(member: Member, num_blocks: int) -> bool:
+    """Whether the node could ever hold so many blocks, and wants anything at all."""
+    return member.status.weight > 0 and num_blocks <= member.status.blocks.total
 
 
 def has_slot(member: Member) -> bool:

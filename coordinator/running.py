@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from coordinator.choices import Choices
+from coordinator.event_log import EventLog
+from coordinator.explain import Life
 from coordinator.lifetime import Edge
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.request import AcceptedRequest
 from coordinator.tally import Tally
 from kvrelay.errors import CancelledError, DeadlineError, KVRelayError
+from kvrelay.explanation import Explanation
 from kvrelay.inference import (
     ChoiceFinished,
     GenerateEvent,
@@ -35,15 +38,18 @@ class RunningRequest:
 
     task: asyncio.Task[None]
 
-    def __init__(self, accepted: AcceptedRequest, metrics: CoordinatorMetrics, n: int = 1) -> None:
-        """`accepted` is the first answer's."""
+    def __init__(
+        self, accepted: AcceptedRequest, metrics: CoordinatorMetrics, n: int = 1, log: EventLog | None = None
+    ) -> None:
+        """`accepted` is the first answer's. `log` takes the events where they may be read again."""
         self.accepted = accepted
         self._metrics = metrics
         self._n = n
-        self._outbox = Outbox()
+        self._outbox = log or Outbox()
         self._outbox.put(_accepted_event(accepted))
         self._choices: Choices | None = None
         self._tally: Tally | None = None
+        self._end: RequestFinished | RequestFailed | None = None
         self._verdict: KVRelayError | None = None  # why someone ended it from outside
         self._has_begun = False
         self._started_at = time.monotonic()
@@ -59,6 +65,16 @@ class RunningRequest:
         self._choices = choices
         self._tally = tally
         self.task = asyncio.create_task(self._run(choices, timeout_s), name=f"request {self.accepted.request_id}")
+
+    def explain(self) -> Explanation:
+        """What there is to tell of its life so far."""
+        assert self._choices is not None
+        life = Life(self._choices.flows, self.accepted.model.name, self._end, self._last_token_at.get(0))
+        return life.explain(time.monotonic())
+
+    def left(self) -> None:
+        """Its only client reads no more."""
+        self.cancel("the client went away")
 
     def cancel(self, why: str) -> None:
         self.fail(CancelledError(why))
@@ -103,11 +119,12 @@ class RunningRequest:
 
     async def _run(self, choices: Choices, timeout_s: float) -> None:
         try:
-            self._outbox.put(await self._finish(choices, timeout_s))
+            self._end = await self._finish(choices, timeout_s)
+            self._outbox.put(self._end)
         finally:
             choices.leave()
 
-    async def _finish(self, choices: Choices, timeout_s: float) -> GenerateEvent:
+    async def _finish(self, choices: Choices, timeout_s: float) -> RequestFinished | RequestFailed:
         self._has_begun = True
         try:
             if self._verdict is not None:
@@ -129,7 +146,7 @@ class RunningRequest:
             return self._failed(choices, Edge.FAILED, KVRelayError("the coordinator failed; its log says why"))
 
     def _failed(self, choices: Choices, edge: Edge, error: KVRelayError) -> RequestFailed:
-        choices.end(edge)
+        choices.end(edge, error.message)
         self._metrics.failed(error.code)
         if self._tally is not None and edge is not Edge.CANCELLED:
             self._tally.failed()

@@ -10,11 +10,11 @@ import grpc
 from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
-from coordinator.members import COMPUTING_ROLES
+from coordinator.members import COMPUTING_ROLES, Member
 from kvrelay.cluster import ClusterStatus, NodeReport
-from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvrelay.rpc import convert_cluster, convert_inference
+from kvrelay.rpc import convert_cluster, convert_explain, convert_inference
 from kvrelay.types import InstanceId
 
 SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
@@ -33,48 +33,50 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         wanted = convert_inference.generate_request_from_pb(request)
-        running = await self._door.accept(wanted, self._identify(context))
+        answer = await self._door.accept(wanted, self._identify(context))
         try:
-            async for event in running.events():
+            async for event in answer.events():
                 yield convert_inference.generate_event_to_pb(event)
         finally:
-            running.cancel("the client went away")  # does nothing when the request is over
+            answer.left()  # does nothing when the request is over
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> inference_pb2.TokenizeReply:
-        self._door.text.check_model(request.model)
+        text = self._door.models.find(request.model).text
         prompt = convert_inference.tokenize_prompt_from_pb(request)
-        token_ids = await self._door.text.prompt_ids(prompt, self._door.text.tokenizer.vocab_size)
+        token_ids = await text.prompt_ids(prompt, text.tokenizer.vocab_size)
         return inference_pb2.TokenizeReply(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> inference_pb2.DetokenizeReply:
-        model = self._door.model(request.model)
-        return inference_pb2.DetokenizeReply(text=self._door.text.decode(request.token_ids, model.vocab_size))
+        model = self._door.models.find(request.model)
+        return inference_pb2.DetokenizeReply(text=model.text.decode(request.token_ids, model.info.vocab_size))
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetModelReply:
-        model = convert_cluster.model_info_to_pb(self._door.model(request.model))
+        model = convert_cluster.model_info_to_pb(self._door.models.find(request.model).info)
         return inference_pb2.GetModelReply(model=model, default_max_tokens=self._default_max_tokens)
 
-    async def Cancel(
-        self, request: inference_pb2.CancelRequest, context: grpc.ServicerContext
-    ) -> inference_pb2.CancelReply:
-        self._door.cancel(request.request_id)
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ListModelsReply:
+        models = [convert_inference.listed_model_to_pb(model.listed()) for model in self._door.models]
+        return inference_pb2.ListModelsReply(models=models)
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelReply:
+        self._door.cancel(request.request_id, self._identify(context))
         return inference_pb2.CancelReply()
 
-    async def Explain(
-        self, request: inference_pb2.ExplainRequest, context: grpc.ServicerContext
-    ) -> inference_pb2.ExplainReply:
-        raise NotFoundError(f"no request with the id {request.request_id[:128]!r} is known")
+    async def Explain(self, request: inference_pb2.ExplainRequest, context: Context) -> inference_pb2.ExplainReply:
+        explanation = self._door.explain(request.request_id, self._identify(context))
+        return convert_explain.explanation_to_pb(explanation)
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
-    def __init__(self, cluster: Cluster, door: FrontDoor, instance_id: InstanceId) -> None:
-        self._cluster = cluster
+    def __init__(self, door: FrontDoor, instance_id: InstanceId) -> None:
         self._door = door
         self._instance_id = instance_id
 
@@ -84,31 +86,34 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Join(
         self, request_iterator: AsyncIterator[cluster_pb2.NodeEvent], context: grpc.ServicerContext
     ) -> AsyncIterator[cluster_pb2.JoinEvent]:
-        member = None
+        joined: tuple[Cluster, Member] | None = None
         try:
             async for event in request_iterator:
-                if event.WhichOneof("event") == "joined" and member is None:
-                    member = self._cluster.join(convert_cluster.node_info_from_pb(event.joined))
+                if event.WhichOneof("event") == "joined" and joined is None:
+                    joined = self._door.models.join(convert_cluster.node_info_from_pb(event.joined))
                     accepted = cluster_pb2.JoinAccepted(coordinator_instance_id=self._instance_id)
                     yield cluster_pb2.JoinEvent(accepted=accepted)
-                    if member.info.role in COMPUTING_ROLES:
+                    if joined[1].info.role in COMPUTING_ROLES:
                         yield cluster_pb2.JoinEvent(resync=cluster_pb2.Resync())
-                elif event.WhichOneof("event") == "status" and member is not None:
-                    self._cluster.update(member, convert_cluster.node_status_from_pb(event.status))
-                elif event.WhichOneof("event") == "cache" and member is not None:
-                    if self._cluster.cache_told(member, convert_cluster.cache_events_from_pb(event.cache)):
+                elif event.WhichOneof("event") == "status" and joined is not None:
+                    cluster, member = joined
+                    cluster.update(member, convert_cluster.node_status_from_pb(event.status))
+                elif event.WhichOneof("event") == "cache" and joined is not None:
+                    cluster, member = joined
+                    if cluster.cache_told(member, convert_cluster.cache_events_from_pb(event.cache)):
                         yield cluster_pb2.JoinEvent(resync=cluster_pb2.Resync())
                 else:
                     raise InvalidRequestError("a Join stream is one NodeJoined, then NodeStatus and CacheEvents")
         finally:
-            if member is not None:
-                self._cluster.disconnect(member)
+            if joined is not None:
+                cluster, member = joined
+                cluster.disconnect(member)
 
     async def GetStatus(
         self, request: cluster_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.GetStatusReply:
         now = asyncio.get_running_loop().time()
-        reports = [NodeReport(one.info, one.status, now - one.last_seen) for one in self._cluster.members.all()]
+        reports = [NodeReport(one.info, one.status, now - one.last_seen) for one in self._door.models.members]
         num_queued = self._door.num_waiting
         num_running = self._door.num_open - num_queued
         ready = not self._door.why_not_ready()

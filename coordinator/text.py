@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvrelay.errors import InvalidRequestError, OverloadedError, PromptTooLongError, UnknownModelError
+from kvrelay.errors import InvalidRequestError, OverloadedError, PromptTooLongError
 from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from kvrelay.tokenizer import Tokenizer
 from kvrelay.types import check_token_id
@@ -20,23 +20,37 @@ LONG_TEXT_RETRY_S = 1.0
 MAX_CHARS = 4 * 2**20  # of a text that is tokenized for no model: no model's prompt is that long
 
 
-class Text:
-    """The served model's name and tokenizer."""
+class LongTexts:
+    """The threads in which long texts, of whatever model, are tokenized."""
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
-        self.tokenizer = tokenizer
-        self.model_name = model_name
+    def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
-        self._num_long_texts = 0
+        self._num_texts = 0
 
     def close(self) -> None:
         """Texts that wait for a thread are given up."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_model(self, name: str) -> None:
-        """Raises UnknownModelError."""
-        if name and name != self.model_name:
-            raise UnknownModelError(f"model {name!r} is not served here; {self.model_name!r} is")
+    async def run(self, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Raises OverloadedError if too many wait."""
+        if self._num_texts >= MAX_LONG_TEXTS:
+            raise OverloadedError(
+                f"{MAX_LONG_TEXTS} long texts are being tokenized, the most this coordinator takes; try again later",
+                retry_after_s=LONG_TEXT_RETRY_S,
+            )
+        self._num_texts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        finally:
+            self._num_texts -= 1
+
+
+class Text:
+    """A model's tokenizer, and the bounds on what it is given."""
+
+    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts) -> None:
+        self.tokenizer = tokenizer
+        self.long_texts = long_texts
 
     async def prompt_ids(
         self, prompt: Prompt | None, vocab_size: int, max_model_len: int | None = None
@@ -84,16 +98,7 @@ class Text:
     async def _run(self, num_chars: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
         if num_chars <= THREAD_CHARS:
             return encode()
-        if self._num_long_texts >= MAX_LONG_TEXTS:
-            raise OverloadedError(
-                f"{MAX_LONG_TEXTS} long texts are being tokenized, the most this coordinator takes; try again later",
-                retry_after_s=LONG_TEXT_RETRY_S,
-            )
-        self._num_long_texts += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
-        finally:
-            self._num_long_texts -= 1
+        return await self.long_texts.run(encode)
 
     def _check_length(self, text: str, max_model_len: int | None) -> None:
         most = MAX_CHARS if max_model_len is None else max_model_len * self.tokenizer.max_chars_per_token

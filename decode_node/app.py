@@ -49,6 +49,7 @@ class DecodeApp:
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
+        self.host.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:
         """Loads the model, then joins the coordinator. Raises ModelFileError or ConfigError."""

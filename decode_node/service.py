@@ -14,9 +14,10 @@ from kvrelay.errors import DeadlineError, KVRelayError, NotFoundError, Unavailab
 from kvrelay.messages import DecodeFinished, ReservationGranted
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_limits
+from kvrelay.rpc.node_service import NODE_SERVICE
 from kvrelay.rpc.raw import KV_TRANSFER, raw_methods
 
-SERVICE_NAMES = ("kvrelay.pb.Decode", KV_TRANSFER)
+SERVICE_NAMES = ("kvrelay.pb.Decode", NODE_SERVICE, KV_TRANSFER)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

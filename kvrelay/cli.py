@@ -25,7 +25,9 @@ COMMANDS = {
     "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
+    "explain": Command("tell why a request waited, where it went and what it cost", "kvrelay.explain:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
+    "weight": Command("change a node's part of the requests while it runs; 0: nothing new", "kvrelay.weight:main"),
     "store": Command(
         "look after the KV stores: stats, ls, verify, compact, evict, pin, warm", "kvrelay.store_command:main"
     ),

@@ -1,4 +1,4 @@
-"""Clients of a coordinator in kvrelay's own types: `AsyncClient` for asyncio, `Client` for everything else.
+"""Clients of a cluster in kvrelay's own types: `AsyncClient` for asyncio, `Client` for everything else.
 
 Failures are the errors of kvrelay.errors. A stream that is left early is cancelled, which frees everything that the
 request holds in the cluster.
@@ -7,42 +7,51 @@ request holds in the cluster.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvrelay.cluster import ClusterStatus, ModelInfo
-from kvrelay.errors import UnavailableError
-from kvrelay.inference import (
-    ChoiceFinished,
-    GenerateRequest,
-    Prompt,
-    RequestAccepted,
-    RequestFailed,
-    RequestFinished,
-    TokensGenerated,
-)
-from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from kvrelay.rpc import convert_cluster, convert_inference
-from kvrelay.rpc.calls import Replies, StreamCall, answer
-from kvrelay.rpc.channel import open_channel
+from kvrelay.cluster import ClusterStatus, ListedModel, ModelInfo
+from kvrelay.delivered import AnswerEvent as AnswerEvent
+from kvrelay.errors import InvalidRequestError, NotFoundError, UnavailableError
+from kvrelay.explanation import Explanation
+from kvrelay.failover import FailoverAnswer
+from kvrelay.inference import GenerateRequest, Prompt
+from kvrelay.rounds import Rounds
+from kvrelay.rpc.coordinator import CoordinatorClient
 from kvrelay.sampling import SamplingParams
 
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 10.0
-AnswerEvent = RequestAccepted | TokensGenerated | ChoiceFinished | RequestFinished
+CONTROL_ROUNDS = 2
+_STATES = ("finished", "running", "waiting", "failed", "cancelled")
+
+
+def addresses_of(addresses: str | Sequence[str]) -> tuple[str, ...]:
+    """Of "host:port", "host:port,host:port" or a sequence of the first. Raises InvalidRequestError for none."""
+    listed = addresses.split(",") if isinstance(addresses, str) else addresses
+    found = tuple(dict.fromkeys(one.strip() for one in listed if one.strip()))
+    if not found:
+        raise InvalidRequestError(f"{addresses!r} names no coordinator; give host:port, or several with commas between")
+    return found
 
 
 class AsyncClient:
-    """Speaks to the coordinator at `address` (host:port). Belongs to one event loop."""
+    """Speaks to the coordinator at `address` (host:port), or to any of several, given as one text with commas between
+    or as a sequence. Belongs to one event loop.
 
-    def __init__(self, address: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        self._address = address
-        self._channel = open_channel(address)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
+    Of several the one that answered last is asked first. One that cannot be reached, or says that it is not available,
+    is passed over for the next, within the caller's time; an answer that breaks off goes on from another one. With one
+    address nothing is tried again, but what is kept (`keep_s`).
+    """
+
+    def __init__(self, address: str | Sequence[str], *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._coordinators = [CoordinatorClient(one) for one in addresses_of(address)]
+        self._first = 0
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -54,9 +63,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        for coordinator in self._coordinators:
+            await coordinator.close()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
@@ -71,6 +81,7 @@ class AsyncClient:
         ttft_target_s: float | None = None,
         itl_target_s: float | None = None,
         best_effort: bool = False,
+        keep_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[AnswerEvent, None]:
         """The answer as it grows; RequestFinished is the last event.
@@ -79,12 +90,17 @@ class AsyncClient:
         with kvrelay.sampling.fork_seed(seed, i). What the `cache` arguments and the targets mean is in
         kvrelay.inference.GenerateRequest.
 
-        Raises what refused the request or ended it. Use contextlib.aclosing around it to leave it early.
+        With `keep_s` the request outlives a lost connection by so many seconds, and its answer its end: the same
+        request under the same `request_id` (one is drawn without it) goes on with it, from another process too.
+
+        Raises what refused the request or ended it; AnswerDiffersError where an answer that broke off is computed anew
+        and does not go on from what was given. Use contextlib.aclosing around it to leave it early; that ends the
+        request, whatever `keep_s` is.
         """
         request = GenerateRequest(
             prompt,
             sampling or SamplingParams(),
-            request_id,
+            request_id or (secrets.token_hex(16) if keep_s else ""),
             model,
             n,
             cache_salt,
@@ -94,67 +110,72 @@ class AsyncClient:
             ttft_target_s,
             itl_target_s,
             best_effort,
+            keep_s=keep_s,
         )
-        call = self._inference.Generate(convert_inference.generate_request_to_pb(request), timeout=timeout_s)
-        async with _AnswerReplies(call, self._address) as events:
-            async for event in events:
-                if isinstance(event, RequestFailed):
-                    raise convert_inference.error_of(event)
-                yield event
-                if isinstance(event, RequestFinished):
-                    return
-        raise UnavailableError("the coordinator ended the stream before the answer was complete")
+        return FailoverAnswer(self._coordinators, self._first, request, timeout_s, self._prefer).events()
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> tuple[int, ...]:
         """The ids `generate` would use for a text or a chat."""
-        request = convert_inference.tokenize_request_to_pb(prompt, model)
-        call = self._inference.Tokenize(request, timeout=self._timeout_s)
-        return await answer(call, lambda reply: tuple(reply.token_ids))
+        return await self._ask(lambda one, timeout_s: one.tokenize(prompt, model, timeout_s))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        return await answer(self._inference.Detokenize(request, timeout=self._timeout_s), lambda reply: str(reply.text))
+        return await self._ask(lambda one, timeout_s: one.detokenize(token_ids, model, timeout_s))
 
     async def get_model(self, model: str = "") -> ModelInfo:
-        call = self._inference.GetModel(inference_pb2.GetModelRequest(model=model), timeout=self._timeout_s)
-        return await answer(call, lambda reply: convert_cluster.model_info_from_pb(reply.model))
+        return await self._ask(lambda one, timeout_s: one.get_model(model, timeout_s))
+
+    async def list_models(self) -> tuple[ListedModel, ...]:
+        """All that are served, ready or not, in the order of the coordinator's settings."""
+        return await self._ask(lambda one, timeout_s: one.list_models(timeout_s))
 
     async def cancel(self, request_id: str) -> None:
-        """Raises NotFoundError when no such request runs."""
-        call = self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=self._timeout_s)
-        await answer(call, lambda reply: None)
+        """On every coordinator that has it. Raises NotFoundError when no such request runs."""
+        await self._ask_all(lambda one: one.cancel(request_id, self._timeout_s))
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Why the request waited, where it went and what it cost. Raises NotFoundError when it is not known, or not any
+        more."""
+        told = await self._ask_all(lambda one: one.explain(request_id, self._timeout_s))
+        return min(told, key=lambda one: _STATES.index(one.state))  # of one that went on elsewhere, where it went on
 
     async def status(self) -> ClusterStatus:
-        call = self._cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=self._timeout_s)
-        return await answer(call, convert_cluster.cluster_status_from_pb)
+        return await self._ask(lambda one, timeout_s: one.status(timeout_s))
 
+    def _prefer(self, index: int) -> None:
+        self._first = index
 
-class _AnswerReplies(Replies[AnswerEvent | RequestFailed]):
-    """Where the connection breaks once the answer has begun, the error says so."""
+    async def _ask(self, call: Callable[[CoordinatorClient, float], Awaitable[T]]) -> T:
+        """Of one that answers."""
+        deadline, several = time.monotonic() + self._timeout_s, len(self._coordinators) > 1
+        rounds = Rounds(len(self._coordinators), self._first, CONTROL_ROUNDS if several else 1)
+        while True:
+            asked = self._coordinators[rounds.current]
+            try:
+                result = await call(asked, max(deadline - time.monotonic(), 0.0))
+            except UnavailableError as error:
+                now = time.monotonic()
+                pause_s = rounds.next(error.retry_after_s, now)
+                if pause_s is None or now + pause_s >= deadline:
+                    raise
+            else:
+                self._prefer(rounds.current)
+                return result
+            await asyncio.sleep(pause_s)
 
-    def __init__(self, call: StreamCall, address: str) -> None:
-        super().__init__(call, convert_inference.generate_event_from_pb)
-        self._address = address
-        self._has_begun = False
-
-    async def __anext__(self) -> AnswerEvent | RequestFailed:
-        try:
-            event = await super().__anext__()
-        except UnavailableError as error:
-            if not self._has_begun:
-                raise
-            raise UnavailableError(
-                f"the coordinator at {self._address} went away in the middle of the answer ({error.message}); "
-                "ask again, or another one"
-            ) from error
-        self._has_begun = True
-        return event
+    async def _ask_all(self, call: Callable[[CoordinatorClient], Awaitable[T]]) -> list[T]:
+        """What those say that know of a request, which any of them may have; at least one reply."""
+        replies = await asyncio.gather(*map(call, self._coordinators), return_exceptions=True)
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        found = [reply for reply in replies if not isinstance(reply, BaseException)]
+        if not found:
+            raise next((error for error in errors if isinstance(error, NotFoundError)), errors[0])
+        return found
 
 
 class Client:
     """As AsyncClient, blocking. Has an event loop in a thread of its own until closed; may be used by many threads."""
 
-    def __init__(self, address: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(self, address: str | Sequence[str], *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay-client", daemon=True)
         self._thread.start()
@@ -189,6 +210,7 @@ class Client:
         ttft_target_s: float | None = None,
         itl_target_s: float | None = None,
         best_effort: bool = False,
+        keep_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Iterator[AnswerEvent]:
         """As AsyncClient.generate; leaving the loop cancels the request."""
@@ -205,6 +227,7 @@ class Client:
             ttft_target_s=ttft_target_s,
             itl_target_s=itl_target_s,
             best_effort=best_effort,
+            keep_s=keep_s,
             timeout_s=timeout_s,
         )
         try:
@@ -222,8 +245,14 @@ class Client:
     def get_model(self, model: str = "") -> ModelInfo:
         return self._wait(self._client.get_model(model))
 
+    def list_models(self) -> tuple[ListedModel, ...]:
+        return self._wait(self._client.list_models())
+
     def cancel(self, request_id: str) -> None:
         self._wait(self._client.cancel(request_id))
+
+    def explain(self, request_id: str) -> Explanation:
+        return self._wait(self._client.explain(request_id))
 
     def status(self) -> ClusterStatus:
         return self._wait(self._client.status())
@@ -241,5 +270,5 @@ async def _next(events: AsyncGenerator[AnswerEvent, None]) -> AnswerEvent | None
     return await anext(events, None)
 
 
-async def _make(address: str, timeout_s: float) -> AsyncClient:
+async def _make(address: str | Sequence[str], timeout_s: float) -> AsyncClient:
     return AsyncClient(address, timeout_s=timeout_s)

@@ -12,6 +12,7 @@ from kvrelay.client import AnswerEvent
 from kvrelay.client_command import size
 from kvrelay.inference import ChoiceFinished, RequestAccepted, RequestFinished, TokensGenerated
 from kvrelay.sampling import GeneratedToken, fork_seed
+from kvrelay.types import CachedTokens
 
 _TIERS = ("device", "memory", "disk")
 
@@ -76,14 +77,18 @@ class ClientAnswer:
                 self.finished = event
 
 
+def cached_by_tier(cached: CachedTokens) -> str:
+    """ "cached: 64 device, 16 disk", or "none cached"."""
+    tiers = ", ".join(f"{getattr(cached, tier)} {tier}" for tier in _TIERS if getattr(cached, tier))
+    return f"cached: {tiers}" if tiers else "none cached"
+
+
 def facts(answer: ClientAnswer) -> str:
     """The line under an answer."""
     finished = answer.finished
     assert finished is not None
-    usage, cached = finished.usage, finished.usage.cached
-    tiers = ", ".join(f"{getattr(cached, tier)} {tier}" for tier in _TIERS if getattr(cached, tier))
     parts = [
-        f"{usage.prompt_tokens} prompt tokens ({f'cached: {tiers}' if tiers else 'none cached'})",
+        f"{finished.usage.prompt_tokens} prompt tokens ({cached_by_tier(finished.usage.cached)})",
         _out(answer, finished),
         f"TTFT {_ms(answer.first_token_s)}",
     ]

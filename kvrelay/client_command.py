@@ -27,10 +27,11 @@ def make_parser(command: str, description: str) -> argparse.ArgumentParser:
 def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
-        type=address_argument,
+        "--coordinator",
+        type=addresses_argument,
         default=os.environ.get("KVRELAY_ADDRESS", DEFAULT_ADDRESS),
         metavar="HOST:PORT",
-        help=f"of the coordinator; default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS}",
+        help=f"of the coordinator, or several with commas between; default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS}",
     )
 
 
@@ -39,6 +40,11 @@ def address_argument(text: str) -> str:
     if not is_address(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; give host:port, such as {DEFAULT_ADDRESS}")
     return text
+
+
+def addresses_argument(text: str) -> str:
+    """One host:port, or several with commas between, for argparse."""
+    return ",".join(address_argument(address.strip()) for address in text.split(","))
 
 
 def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:

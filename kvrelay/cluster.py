@@ -27,6 +27,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedModel:
+    """What a coordinator serves under a name; `info` is None while no node of it has joined."""
+
+    name: str
+    info: ModelInfo | None
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """How a process introduces itself to the coordinator; `model` is set by prefill and decode nodes."""
 

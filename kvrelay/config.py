@@ -16,10 +16,11 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Never, TypeVar
 
 from kvrelay.errors import ConfigError
-from kvrelay.limits import QueueMarks
+from kvrelay.limits import MAX_WEIGHT, QueueMarks
 from kvrelay.types import Role
 
 T = TypeVar("T")
@@ -97,7 +98,10 @@ class NodeConfig(RoleConfig):
     """What prefill and decode nodes have in common."""
 
     model: Path = option(help="a GGUF file or a Hugging Face directory")
-    model_name: str = option("", "name in this node's reports (clients ask by the coordinator's); default: the file's")
+    model_name: str = option(
+        "",
+        "name of what this node serves; where its coordinators serve several models, which one; default: the file's",
+    )
     dtype: str = option("bfloat16", "type of weights, KV and computation", choices=("bfloat16", "float16", "float32"))
     weights: str = option(
         "file",
@@ -134,6 +138,13 @@ class NodeConfig(RoleConfig):
         "let them be",
         unit="s",
         minimum=0.0,
+    )
+    weight: float = option(
+        1.0,
+        "the node's part of the requests beside other nodes' weights, until `kvrelay weight` changes it; 0: it takes "
+        "nothing new",
+        minimum=0.0,
+        maximum=MAX_WEIGHT,
     )
     watchdog_s: float = option(
         10.0, "longest step before the node calls itself stuck and gives its requests up", unit="s", minimum=0.1
@@ -229,10 +240,16 @@ class _Field:
 def _fields(cls: type[Any]) -> dict[str, _Field]:
     hints = typing.get_type_hints(cls)
     return {
-        field.name: _Field(field.name, hints[field.name], field.default, field.metadata["option"])
+        field.name: _Field(field.name, _without_none(hints[field.name]), field.default, field.metadata["option"])
         for field in dataclasses.fields(cls)
         if "option" in field.metadata
     }
+
+
+def _without_none(hint: Any) -> Any:
+    """The type of what is given, of a field that is None where nothing is."""
+    given = [one for one in typing.get_args(hint) if one is not NoneType] if isinstance(hint, UnionType) else [hint]
+    return given[0]
 
 
 def _argument(field: _Field) -> dict[str, Any]:
@@ -266,6 +283,8 @@ def _show(field: _Field, value: Any) -> str:
         return show_size(value)
     if _takes_many(field):
         return ",".join(value)
+    if value is None:
+        return ""
     return str(value).lower() if field.type is bool else str(value)
 
 

@@ -148,6 +148,14 @@ class AlreadyCommittedError(StaleError):
     code = "already_committed"
 
 
+class AnswerDiffersError(KVRelayError):
+    """Sent again, a request got other tokens than those that its caller has already."""
+
+    code = "answer_differs"
+    status = Status.ABORTED
+    http_status = 409
+
+
 class ForeignBlockError(KVRelayError):
     """KV of another model or layout."""
 

@@ -11,6 +11,7 @@ from kvrelay.types import CachedTokens, FinishReason, RequestId
 
 MAX_CHOICES = 128  # answers to one prompt, as in OpenAI's API
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
+MAX_KEEP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,15 @@ class GenerateRequest:
             target_s: float | None = getattr(self, name)
             if target_s is not None and not 0 < target_s < math.inf:
                 raise InvalidRequestError(f"{name} is {target_s:g}; allowed is a number of seconds over 0")
+
+    def check_keep(self) -> None:
+        """Raises InvalidRequestError, naming value and what is allowed."""
+        if not 0 <= self.keep_s <= MAX_KEEP_S:
+            raise InvalidRequestError(f"keep_s is {self.keep_s:g}; allowed is [0, {MAX_KEEP_S:g}] seconds")
+        if self.keep_s and not self.request_id:
+            raise InvalidRequestError(
+                f"keep_s is {self.keep_s:g}, but the request has no request_id to find its answer by; choose one"
+            )
 
     def check_n(self) -> None:
         """Raises InvalidRequestError, naming value and what is allowed."""

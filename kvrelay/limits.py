@@ -11,6 +11,7 @@ from kvrelay.errors import InvalidRequestError
 
 MAX_BATCHED_TOKENS = 131_072
 MAX_REQUESTS = 65_536
+MAX_WEIGHT = 100.0  # of a node, beside which the weights of others are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,12 @@ class QueueMarks:
                 f"queue_low_s is {self.low_s:g} and queue_high_s is {self.high_s:g}; allowed is "
                 "0 < queue_low_s < queue_high_s"
             )
+
+
+def check_weight(weight: float) -> None:
+    """A node's part of the requests beside other nodes' weights, 0 for none. Raises InvalidRequestError."""
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise InvalidRequestError(f"weight is {weight:g}; allowed is [0, {MAX_WEIGHT:g}]")
 
 
 def _at_most(name: str, value: int, high: int) -> None:

@@ -13,7 +13,9 @@ from kvrelay.client_command import make_parser, run, size, write
 from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.types import Role
 
-_WHY = "WHY NOT READY"  # a last column, while any node has a reason
+_WHY = "WHY NOT READY"  # last, while any node has a reason
+_MODEL, _MODEL_COLUMN = "MODEL", 2  # where nodes serve different ones
+_WEIGHT = "WEIGHT"  # before the reasons, while any is not 1
 _HEADER = ("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "RESERVED", "BLOCKS free/reserved/held/cached", "TOTAL")
 
 
@@ -57,10 +59,14 @@ def table(address: str, status: ClusterStatus) -> str:
     lines = [f"coordinator {address}: {state}, {status.num_running} running, {status.num_queued} queued"]
     if not status.nodes:
         return lines[0] + "\nno node has joined"
-    rows = [_HEADER, *(_cells(report) for report in _in_order(status))]
-    if any(_why(report) for report in status.nodes):
-        reasons = (_WHY, *(_why(report) for report in _in_order(status)))
-        rows = [(*row, reason) for row, reason in zip(rows, reasons, strict=True)]
+    reports = _in_order(status)
+    rows = [_HEADER, *(_cells(report) for report in reports)]
+    if len({_model(report) for report in reports if report.info.model}) > 1:
+        rows = _with_column(rows, _MODEL_COLUMN, [_MODEL, *map(_model, reports)])
+    if any(report.status.weight != 1 for report in reports):
+        rows = _with_column(rows, len(rows[0]), [_WEIGHT, *map(_weight, reports)])
+    if any(_why(report) for report in reports):
+        rows = _with_column(rows, len(rows[0]), [_WHY, *map(_why, reports)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
@@ -85,6 +91,18 @@ def _cells(report: NodeReport) -> tuple[str, ...]:
     counts = f"{blocks.free}/{blocks.reserved}/{blocks.held}/{blocks.cached}"
     numbers = (status.num_running, status.num_waiting, status.num_reservations)
     return (report.info.role.value, report.info.address, state, *map(str, numbers), counts, str(blocks.total))
+
+
+def _with_column(rows: Sequence[tuple[str, ...]], at: int, cells: Sequence[str]) -> list[tuple[str, ...]]:
+    return [(*row[:at], cell, *row[at:]) for row, cell in zip(rows, cells, strict=True)]
+
+
+def _model(report: NodeReport) -> str:
+    return report.info.model.name if report.info.model else "-"
+
+
+def _weight(report: NodeReport) -> str:
+    return f"{report.status.weight:g}" if report.info.model else "-"
 
 
 def _why(report: NodeReport) -> str:

@@ -11,9 +11,10 @@ import grpc
 from kvrelay.errors import UnavailableError
 from kvrelay.pb import prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_limits, convert_prefill
+from kvrelay.rpc.node_service import NODE_SERVICE
 from prefill_node.jobs import PrefillJobs
 
-SERVICE_NAMES = ("kvrelay.pb.Prefill",)
+SERVICE_NAMES = ("kvrelay.pb.Prefill", NODE_SERVICE)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

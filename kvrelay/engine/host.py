@@ -9,8 +9,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Generic, TypeVar, cast
 
+import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
@@ -26,6 +28,7 @@ from kvrelay.kv.quiet import Quiet
 from kvrelay.model.weight_source import WeightForms
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
+from kvrelay.rpc.node_service import NodeService
 from kvrelay.types import BlockHash, InstanceId, Role
 
 HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
@@ -69,7 +72,12 @@ class EngineHost(Generic[C]):
         self._loaded: LoadedEngine | None = None  # set on the engine thread before its start is told
         self._offloader: Offloader | None = None
         self._memberships: Memberships | None = None
+        self._service = NodeService(config.weight, self.changed)
         self._closing = AsyncExitStack()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """What nodes of both kinds can be told."""
+        self._service.register(server)
 
     async def start(self, readiness: Readiness) -> LoadedEngine:
         """Loads the model and makes the core. Raises ModelFileError or ConfigError."""
@@ -77,7 +85,7 @@ class EngineHost(Generic[C]):
         self._closing.push_async_callback(self.engine.stop)
         await self.engine.start()
         loaded = self.loaded
-        NodeCollector(self._registry, self._status, lambda: loaded.pool.num_evictions)
+        NodeCollector(self._registry, self.reported, lambda: loaded.pool.num_evictions)
         return loaded
 
     @property
@@ -113,7 +121,8 @@ class EngineHost(Generic[C]):
     async def join(self, role: Role, address: str) -> None:
         """Everything is there: joins the configured coordinators, if any, and sets readiness from now on."""
         info = NodeInfo(role, self._instance_id, address, self.loaded.info)
-        self._memberships = Memberships(self._config.coordinator, info, self._status, cached=self.loaded.pool.named)
+        cached = self.loaded.pool.named
+        self._memberships = Memberships(self._config.coordinator, info, self.reported, cached=cached)
         self._closing.push_async_callback(self._memberships.close)
         await self._memberships.start()
         self._look_at_health()
@@ -142,6 +151,10 @@ class EngineHost(Generic[C]):
     async def close(self) -> None:
         """Closes what was started, also after a failed or cancelled start."""
         await self._closing.aclose()
+
+    def reported(self) -> NodeStatus:
+        """What coordinators, and who scrapes, are told."""
+        return replace(self._status(), weight=self._service.weight)
 
     def _load(self) -> C:
         """Runs on the engine thread."""

@@ -30,6 +30,9 @@ class NodeCollector(Collector):
         for state in ("free", "reserved", "held", "cached"):
             blocks.add_metric([state], getattr(status.blocks, state))
         yield blocks
+        yield GaugeMetricFamily(
+            "kvrelay_node_weight", "Its part of the requests beside other nodes' weights; 0: none.", value=status.weight
+        )
         yield CounterMetricFamily(
             "kvrelay_kv_evictions", "Cached blocks that gave way to new ones.", value=self._num_evictions()
         )

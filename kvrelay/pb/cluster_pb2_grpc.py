@@ -141,3 +141,79 @@ class Cluster:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class NodeStub:
+    """What every prefill and decode node can be told.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SetWeight = channel.unary_unary(
+                '/kvrelay.pb.Node/SetWeight',
+                request_serializer=kvrelay_dot_pb_dot_cluster__pb2.SetWeightRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_cluster__pb2.SetWeightReply.FromString,
+                _registered_method=True)
+
+
+class NodeServicer:
+    """What every prefill and decode node can be told.
+    """
+
+    def SetWeight(self, request, context):
+        """Changes its weight, which all coordinators hear of at once; the work it has stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_NodeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SetWeight': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeight,
+                    request_deserializer=kvrelay_dot_pb_dot_cluster__pb2.SetWeightRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_cluster__pb2.SetWeightReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvrelay.pb.Node', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvrelay.pb.Node', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Node:
+    """What every prefill and decode node can be told.
+    """
+
+    @staticmethod
+    def SetWeight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.Node/SetWeight',
+            kvrelay_dot_pb_dot_cluster__pb2.SetWeightRequest.SerializeToString,
+            kvrelay_dot_pb_dot_cluster__pb2.SetWeightReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

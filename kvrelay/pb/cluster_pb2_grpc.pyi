@@ -68,3 +68,34 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         """What the coordinator knows of the cluster now."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class NodeStub:
+    """What every prefill and decode node can be told."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> NodeAsyncStub: ...
+    SetWeight: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetWeightRequest, _cluster_pb2.SetWeightReply]
+    """Changes its weight, which all coordinators hear of at once; the work it has stays."""
+
+@_typing.type_check_only
+class NodeAsyncStub(NodeStub):
+    """What every prefill and decode node can be told."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    SetWeight: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetWeightRequest, _cluster_pb2.SetWeightReply]  # type: ignore[assignment]
+    """Changes its weight, which all coordinators hear of at once; the work it has stays."""
+
+class NodeServicer(metaclass=_abc_1.ABCMeta):
+    """What every prefill and decode node can be told."""
+
+    @_abc_1.abstractmethod
+    def SetWeight(
+        self,
+        request: _cluster_pb2.SetWeightRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.SetWeightReply, _abc.Awaitable[_cluster_pb2.SetWeightReply]]:
+        """Changes its weight, which all coordinators hear of at once; the work it has stays."""
+
+def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -89,7 +89,9 @@ class GenerateRequest(_message.Message):
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique among running requests; 1 to 128 printable ASCII characters; empty: the coordinator chooses one."""
+    """Unique among requests that run or whose answers are kept; 1 to 128 printable ASCII characters; empty: the coordinator
+    chooses one.
+    """
     model: _builtins.str
     """A served model's name; empty: the only one."""
     text: _builtins.str
@@ -571,6 +573,73 @@ class GetModelReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelReply: _TypeAlias = GetModelReply  # noqa: Y015
+
+@_typing.final
+class ListModelsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
+
+@_typing.final
+class ListedModel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests name."""
+    ready: _builtins.bool
+    """Whether a request sent now would be served."""
+    @_builtins.property
+    def model(self) -> _types_pb2.ModelInfo:
+        """As its nodes serve it, under that name; unset while none has joined."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _types_pb2.ModelInfo | None = ...,
+        ready: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListedModel: _TypeAlias = ListedModel  # noqa: Y015
+
+@_typing.final
+class ListModelsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListedModel]:
+        """At least one, in the order of the coordinator's settings."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[Global___ListedModel] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListModelsReply: _TypeAlias = ListModelsReply  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=kvrelay_dot_pb_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_pb_dot_inference__pb2.GetModelReply.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/kvrelay.pb.Inference/ListModels',
+                request_serializer=kvrelay_dot_pb_dot_inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_pb_dot_inference__pb2.ListModelsReply.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/kvrelay.pb.Inference/Cancel',
                 request_serializer=kvrelay_dot_pb_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -71,7 +76,8 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
-        A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
+        A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds, at once or
+        after keep_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,14 +98,21 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Says what is served.
+        """Says what is served under a name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """Says what is served under which names, ready or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a running request by id. NOT_FOUND when none runs under it.
+        """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +148,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=kvrelay_dot_pb_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=kvrelay_dot_pb_dot_inference__pb2.GetModelReply.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=kvrelay_dot_pb_dot_inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=kvrelay_dot_pb_dot_inference__pb2.ListModelsReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -255,6 +273,33 @@ class Inference:
             '/kvrelay.pb.Inference/GetModel',
             kvrelay_dot_pb_dot_inference__pb2.GetModelRequest.SerializeToString,
             kvrelay_dot_pb_dot_inference__pb2.GetModelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.pb.Inference/ListModels',
+            kvrelay_dot_pb_dot_inference__pb2.ListModelsRequest.SerializeToString,
+            kvrelay_dot_pb_dot_inference__pb2.ListModelsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,16 +33,19 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]
     """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
-    A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
+    A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds, at once or
+    after keep_s.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeReply]
     """Turns text or messages into the token ids Generate would use."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeReply]
     """Turns token ids into text."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelReply]
-    """Says what is served."""
+    """Says what is served under a name."""
+    ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsReply]
+    """Says what is served under which names, ready or not."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelReply]
-    """Ends a running request by id. NOT_FOUND when none runs under it."""
+    """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainReply]
     """Why a request waited, where it went and what it cost; of a running one, so far. NOT_FOUND when none of the caller's
     runs under the id and none ended lately.
@@ -53,16 +56,19 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]  # type: ignore[assignment]
     """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
-    A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
+    A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds, at once or
+    after keep_s.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeReply]  # type: ignore[assignment]
     """Turns text or messages into the token ids Generate would use."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeReply]  # type: ignore[assignment]
     """Turns token ids into text."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelReply]  # type: ignore[assignment]
-    """Says what is served."""
+    """Says what is served under a name."""
+    ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsReply]  # type: ignore[assignment]
+    """Says what is served under which names, ready or not."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelReply]  # type: ignore[assignment]
-    """Ends a running request by id. NOT_FOUND when none runs under it."""
+    """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainReply]  # type: ignore[assignment]
     """Why a request waited, where it went and what it cost; of a running one, so far. NOT_FOUND when none of the caller's
     runs under the id and none ended lately.
@@ -76,7 +82,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateEvent], _abc.AsyncIterator[_inference_pb2.GenerateEvent]]:
         """Streams an answer, or n of them: RequestAccepted, TokensGenerated..., then RequestFinished or RequestFailed.
-        A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds.
+        A request refused before acceptance fails with a gRPC status. Cancelling the call frees everything it holds, at once or
+        after keep_s.
         """
 
     @_abc_1.abstractmethod
@@ -101,7 +108,15 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelReply, _abc.Awaitable[_inference_pb2.GetModelReply]]:
-        """Says what is served."""
+        """Says what is served under a name."""
+
+    @_abc_1.abstractmethod
+    def ListModels(
+        self,
+        request: _inference_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListModelsReply, _abc.Awaitable[_inference_pb2.ListModelsReply]]:
+        """Says what is served under which names, ready or not."""
 
     @_abc_1.abstractmethod
     def Cancel(
@@ -109,7 +124,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelReply, _abc.Awaitable[_inference_pb2.CancelReply]]:
-        """Ends a running request by id. NOT_FOUND when none runs under it."""
+        """Ends a running request by id, or forgets its answer where that is kept. NOT_FOUND when none of the caller's is there."""
 
     @_abc_1.abstractmethod
     def Explain(

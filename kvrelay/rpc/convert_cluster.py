@@ -22,7 +22,7 @@ from kvrelay.cluster import (
 )
 from kvrelay.kv.hashing import HASH_BYTES
 from kvrelay.kv.layout import AXES, KVLayout
-from kvrelay.limits import DecodeLimits, PrefillLimits
+from kvrelay.limits import DecodeLimits, PrefillLimits, check_weight
 from kvrelay.pb import cluster_pb2, types_pb2
 from kvrelay.rpc.convert_limits import (
     decode_limits_from_pb,
@@ -33,7 +33,6 @@ from kvrelay.rpc.convert_limits import (
 from kvrelay.rpc.convert_types import MAX_ID_CHARS, check
 from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 
-MAX_WEIGHT = 100.0  # of a node
 _ROLES = {
     Role.COORDINATOR: types_pb2.ROLE_COORDINATOR,
     Role.PREFILL_NODE: types_pb2.ROLE_PREFILL_NODE,
@@ -181,7 +180,7 @@ def node_status_from_pb(wire: cluster_pb2.NodeStatus) -> NodeStatus:
 
 def _weight_from_pb(wire: cluster_pb2.NodeStatus) -> float:
     weight = wire.weight if wire.HasField("weight") else 1.0
-    check(0 <= weight <= MAX_WEIGHT, f"weight is {weight:g}; allowed is [0, {MAX_WEIGHT:g}]")
+    check_weight(weight)
     return weight
 
 

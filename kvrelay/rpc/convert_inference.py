@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrelay.cluster import ListedModel
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
     ChatMessage,
@@ -20,6 +21,7 @@ from kvrelay.inference import (
     Usage,
 )
 from kvrelay.pb import inference_pb2, types_pb2
+from kvrelay.rpc.convert_cluster import model_info_from_pb, model_info_to_pb
 from kvrelay.rpc.convert_errors import error_from_pb
 from kvrelay.rpc.convert_types import (
     cached_tokens_from_pb,
@@ -155,7 +157,7 @@ def generate_event_to_pb(event: GenerateEvent) -> inference_pb2.GenerateEvent:
         case RequestFinished():
             return inference_pb2.GenerateEvent(finished=_finished_to_pb(event))
         case RequestFailed():
-            return inference_pb2.GenerateEvent(failed=inference_pb2.RequestFailed(error=_failed_to_pb(event)))
+            return inference_pb2.GenerateEvent(failed=inference_pb2.RequestFailed(error=failed_to_pb(event)))
 
 
 def generate_event_from_pb(wire: inference_pb2.GenerateEvent) -> GenerateEvent:
@@ -176,39 +178,57 @@ def generate_event_from_pb(wire: inference_pb2.GenerateEvent) -> GenerateEvent:
         case "finished":
             return _finished_from_pb(wire.finished)
         case "failed":
-            error = wire.failed.error
-            return RequestFailed(error.code, error.message, error.retryable, error.retry_after_s)
+            return failed_from_pb(wire.failed.error)
         case _:
             raise InvalidRequestError("a GenerateEvent that says nothing; is the server newer than this client?")
 
 
 def error_of(failed: RequestFailed) -> KVRelayError:
     """The exception that a client raises for a failed request."""
-    return error_from_pb(_failed_to_pb(failed))
+    return error_from_pb(failed_to_pb(failed))
 
 
-def _failed_to_pb(failed: RequestFailed) -> types_pb2.Error:
+def failed_to_pb(failed: RequestFailed) -> types_pb2.Error:
     return types_pb2.Error(
         code=failed.code, message=failed.message, retryable=failed.retryable, retry_after_s=failed.retry_after_s
     )
 
 
+def failed_from_pb(wire: types_pb2.Error) -> RequestFailed:
+    return RequestFailed(wire.code, wire.message, wire.retryable, wire.retry_after_s)
+
+
+def usage_to_pb(usage: Usage) -> types_pb2.Usage:
+    return types_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached=cached_tokens_to_pb(usage.cached),
+    )
+
+
+def usage_from_pb(wire: types_pb2.Usage) -> Usage:
+    return Usage(wire.prompt_tokens, wire.completion_tokens, cached_tokens_from_pb(wire.cached))
+
+
+def timing_to_pb(timing: Timing) -> types_pb2.Timing:
+    return types_pb2.Timing(
+        queue_s=timing.queue_s,
+        first_token_s=timing.first_token_s,
+        total_s=timing.total_s,
+        prefill_s=timing.prefill_s,
+        handoff_s=timing.handoff_s,
+    )
+
+
+def timing_from_pb(wire: types_pb2.Timing) -> Timing:
+    return Timing(wire.queue_s, wire.first_token_s, wire.total_s, wire.prefill_s, wire.handoff_s)
+
+
 def _finished_to_pb(event: RequestFinished) -> inference_pb2.RequestFinished:
-    usage, timing = event.usage, event.timing
     return inference_pb2.RequestFinished(
         reason=finish_reason_to_pb(event.reason),
-        usage=types_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached=cached_tokens_to_pb(usage.cached),
-        ),
-        timing=types_pb2.Timing(
-            queue_s=timing.queue_s,
-            first_token_s=timing.first_token_s,
-            total_s=timing.total_s,
-            prefill_s=timing.prefill_s,
-            handoff_s=timing.handoff_s,
-        ),
+        usage=usage_to_pb(event.usage),
+        timing=timing_to_pb(event.timing),
         prefill_node=event.prefill_node,
         decode_node=event.decode_node,
         handoff_bytes=event.handoff_bytes,
@@ -219,11 +239,10 @@ def _finished_to_pb(event: RequestFinished) -> inference_pb2.RequestFinished:
 
 
 def _finished_from_pb(wire: inference_pb2.RequestFinished) -> RequestFinished:
-    usage, timing = wire.usage, wire.timing
     return RequestFinished(
         reason=finish_reason_from_pb(wire.reason),
-        usage=Usage(usage.prompt_tokens, usage.completion_tokens, cached_tokens_from_pb(usage.cached)),
-        timing=Timing(timing.queue_s, timing.first_token_s, timing.total_s, timing.prefill_s, timing.handoff_s),
+        usage=usage_from_pb(wire.usage),
+        timing=timing_from_pb(wire.timing),
         prefill_node=wire.prefill_node,
         decode_node=wire.decode_node,
         handoff_bytes=wire.handoff_bytes,
@@ -231,3 +250,13 @@ def _finished_from_pb(wire: inference_pb2.RequestFinished) -> RequestFinished:
         retries=wire.retries,
         prefix_hash=wire.prefix_hash,
     )
+
+
+def listed_model_to_pb(model: ListedModel) -> inference_pb2.ListedModel:
+    info = model_info_to_pb(model.info) if model.info else None
+    return inference_pb2.ListedModel(name=model.name, model=info, ready=model.ready)
+
+
+def listed_model_from_pb(wire: inference_pb2.ListedModel) -> ListedModel:
+    info = model_info_from_pb(wire.model) if wire.HasField("model") else None
+    return ListedModel(wire.name, info, wire.ready)

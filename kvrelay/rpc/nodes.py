@@ -1,4 +1,4 @@
-"""What a coordinator calls on nodes, in our own types. Every failure is a KVRelayError; every call ends when left."""
+"""What others call on nodes, in our own types. Every failure is a KVRelayError; every call ends when left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.messages import (
     ReservationGranted,
     TokensDecoded,
 )
-from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.convert_limits import (
@@ -25,7 +25,19 @@ from kvrelay.rpc.convert_limits import (
 )
 from kvrelay.types import ReservationId
 
-CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease or limits
+CONTROL_TIMEOUT_S = 5.0  # of calls that only change a lease, limits or a weight
+
+
+class NodeClient:
+    """What prefill and decode nodes answer alike."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = cluster_pb2_grpc.NodeStub(channel)
+
+    async def set_weight(self, weight: float, timeout_s: float = CONTROL_TIMEOUT_S) -> float:
+        """Gives what is in force then. Raises InvalidRequestError, changing nothing."""
+        call = self._stub.SetWeight(cluster_pb2.SetWeightRequest(weight=weight), timeout=timeout_s)
+        return await answer(call, lambda reply: float(reply.weight))
 
 
 class PrefillClient:

@@ -115,17 +115,18 @@ async def on_trial(cluster: Ends) -> FakeDecodeNode:
     node = cluster.decode[0]
     node.at["decode"].failures = [UnavailableError("out of order")] * 2
     await answers(cluster, 2)
-    members = [one for one in cluster.app._cluster.members.all() if one.info.address == node.address]
-    assert cluster.app._cluster.suspects(members)
+    members = [one for one in cluster.app.door.models.members if one.info.address == node.address]
+    known = cluster.app.door.models.find("").cluster
+    assert known.suspects(members)
     async with asyncio.timeout(TIMEOUT_S):
-        while cluster.app._cluster.suspects(members):
+        while known.suspects(members):
             await asyncio.sleep(0.01)
     return node
 
 
 async def until_known_idle(cluster: Ends, node: FakeDecodeNode) -> None:
     """What the coordinator knows of the node is as old as its last status, and what seems busy is not asked first."""
-    members = [one for one in cluster.app._cluster.members.all() if one.info.address == node.address]
+    members = [one for one in cluster.app.door.models.members if one.info.address == node.address]
     async with asyncio.timeout(TIMEOUT_S):
         while any(one.num_assigned or one.status.blocks != node.blocks() for one in members):
             await asyncio.sleep(0.01)

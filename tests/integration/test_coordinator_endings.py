@@ -160,7 +160,7 @@ async def test_drain_that_begins_while_a_prompt_is_tokenized_refuses_it(monkeypa
             await tokenized.wait()
             return (3,) * 100
 
-        monkeypatch.setattr(cluster.app.door.text, "prompt_ids", prompt_ids)
+        monkeypatch.setattr(cluster.app.door.models.find("").text, "prompt_ids", prompt_ids)
         asked = asyncio.create_task(cluster.ask())
         await tokenizing.wait()
         await cluster.app.drain(10.0)

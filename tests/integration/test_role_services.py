@@ -26,8 +26,8 @@ PROTO = Path(__file__).resolve().parents[2] / "proto" / "kvrelay" / "pb"
     ("served", "expected"),
     [
         (COORDINATOR, ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")),
-        (PREFILL_NODE, ("kvrelay.pb.Prefill",)),
-        (DECODE_NODE, ("kvrelay.pb.Decode", KV_TRANSFER)),
+        (PREFILL_NODE, ("kvrelay.pb.Prefill", "kvrelay.pb.Node")),
+        (DECODE_NODE, ("kvrelay.pb.Decode", "kvrelay.pb.Node", KV_TRANSFER)),
         (KVStoreApp.service_names, ("kvrelay.pb.KVStore", KV_TRANSFER)),
     ],
     ids=["coordinator", "prefill-node", "decode-node", "kvstore"],

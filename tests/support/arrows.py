@@ -15,6 +15,9 @@ RANKS = {
     "kvrelay.sampling": 0,
     "kvrelay.messages": 0,
     "kvrelay.inference": 0,
+    "kvrelay.explanation": 0,
+    "kvrelay.delivered": 0,
+    "kvrelay.rounds": 0,
     "kvrelay.duration": 0,
     "kvrelay.errors": 0,
     "kvrelay.limits": 0,
@@ -40,6 +43,7 @@ RANKS = {
     "kvrelay.kv.redis_store": 3,
     "kvrelay.kv.open_store": 3,
     "kvrelay.client": 3,
+    "kvrelay.failover": 3,
     "kvrelay.kv.cache": 4,
     "kvrelay.model": 4,
     "kvrelay.engine": 5,
@@ -48,6 +52,7 @@ RANKS = {
     "kvrelay.answer_printer": 7,
     "kvrelay.ask": 7,
     "kvrelay.cancel": 7,
+    "kvrelay.explain": 7,
     "kvrelay.status": 7,
     "kvrelay.client_answer": 7,
     "kvrelay.client_command": 7,
@@ -66,6 +71,7 @@ RANKS = {
     "kvrelay.store_work": 7,
     "kvrelay.up": 7,
     "kvrelay.warm_prompts": 7,
+    "kvrelay.weight": 7,
 }
 TORCH_RANKS = (4, 5)  # and the roles that compute
 TORCH_ROLES = ("prefill_node", "decode_node")
@@ -126,7 +132,6 @@ def _may_use_pb(name: str) -> bool:
     return name.startswith(("kvrelay.pb.", "kvrelay.rpc.")) or name in (
         "kvrelay.kv.remote",
         "kvrelay.kv.remote_admin",
-        "kvrelay.client",
         *services,
     )
 

@@ -1,7 +1,8 @@
 """Prefill and decode nodes without a model, on real gRPC servers: they follow a script and know what they hold.
 
-The n-th token of any answer is `ANSWER_IDS[n]`, wherever it is computed, so an answer put together from two nodes can
-be compared with the whole. A node that is asked to go on after wrong tokens refuses.
+The n-th token of any answer is `ANSWER_IDS[n]` (of a node's own `answer_ids`, where it serves another model), wherever
+it is computed, so an answer put together from two nodes can be compared with the whole. A node that is asked to go on
+after wrong tokens refuses.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from kvrelay.messages import (
 from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.memberships import Memberships
+from kvrelay.rpc.node_service import NodeService
 from kvrelay.rpc.server import make_server
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
@@ -101,12 +103,15 @@ class FakeNode:
         self.num_waiting_tokens = 0
         self.rates = NodeRates()  # what it says it measured
         self.ready = True
+        self.draining = False
         self.model: ModelInfo = MODEL
+        self.answer_ids: tuple[int, ...] = ANSWER_IDS
         self.at = {name: Stage() for name in self.stages}
         self.reached: Counter[str] = Counter()
         self.requests: list[NodeRequest] = []
         self.time_limits_s: list[float | None] = []  # what each streaming call had left when it came
         self.address = ""
+        self.control = NodeService(1.0, self.tell)
         self._changed = asyncio.Event()
         self._coordinators: tuple[str, ...] = ()
         self._server: grpc.aio.Server | None = None
@@ -115,6 +120,7 @@ class FakeNode:
     async def start(self, *coordinators: str, port: int = 0) -> None:
         self._server = make_server()
         self.register(self._server)
+        self.control.register(self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
         self._coordinators = coordinators
@@ -161,10 +167,12 @@ class FakeNode:
     def status(self) -> NodeStatus:
         return NodeStatus(
             ready=self.ready,
+            draining=self.draining,
             blocks=self.blocks(),
             num_slots_free=self.num_slots_free,
             num_waiting_tokens=self.num_waiting_tokens,
             rates=self.rates,
+            weight=self.control.weight,
         )
 
     def tell(self) -> None:
@@ -237,7 +245,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
         node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
         await self._reach("reserve")
-        num_blocks = MODEL.layout.blocks_for(num_tokens_now or num_tokens)
+        num_blocks = self.model.layout.blocks_for(num_tokens_now or num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
             raise OverloadedError(f"{num_blocks} blocks are not to be had now")
         self.requests.append(node_request)
@@ -277,12 +285,12 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         self, request: NodeRequest, *, compute_tail: bool
     ) -> AsyncIterator[TokensDecoded | DecodeFinished]:
         output = request.token_ids[request.num_prompt_tokens :]
-        if output != ANSWER_IDS[: len(output)]:
+        if output != self.answer_ids[: len(output)]:
             raise InvalidRequestError(f"{output} is not how the answer begins")
-        for number in range(len(output), len(ANSWER_IDS)):
+        for number in range(len(output), len(self.answer_ids)):
             await self._reach("token")
-            token_id = ANSWER_IDS[number]
-            yield TokensDecoded((generated(request, number),))
+            token_id = self.answer_ids[number]
+            yield TokensDecoded((generated(request, number, self.answer_ids),))
             reason = finish_reason(request, token_id, number + 1)
             if reason is not None:
                 await self._reach("finish")
@@ -342,7 +350,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
     def _finished(self, request: NodeRequest, target: HandoffTarget | None) -> PrefillFinished:
         number = len(request.token_ids) - request.num_prompt_tokens
         return PrefillFinished(
-            first_token=generated(request, number),
+            first_token=generated(request, number, self.answer_ids),
             cached=self.cached,
             compute_s=0.5,
             handoff_s=0.125 if target else 0.0,
@@ -356,9 +364,9 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServicer):
         raise StaleError(f"decode node {address} is not there")
 
 
-def generated(request: NodeRequest, number: int) -> GeneratedToken:
+def generated(request: NodeRequest, number: int, answer_ids: tuple[int, ...] = ANSWER_IDS) -> GeneratedToken:
     """The answer's token; asked for log-probabilities, its own is -1 for the first, -2 for the second and so on."""
-    token_id = ANSWER_IDS[number]
+    token_id = answer_ids[number]
     if request.sampling.logprobs is None:
         return GeneratedToken(token_id)
     chosen = TokenLogprob(token_id, -1.0 - number)

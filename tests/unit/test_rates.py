@@ -28,7 +28,7 @@ def test_work_done_counts_half_once_as_much_as_the_half_amount_was_done_after_it
 
 
 def test_a_small_slow_piece_counts_as_little_as_it_is() -> None:
-    """Steps of 512 tokens in 0.5 s and of one in 0.02 s: 513 tokens in 0.52 s, not the mean of 1,024 and 50 a second."""
+    """Steps of 512 tokens in 0.5 s and of one in 0.02 s: 513 tokens in 0.52 s, not the mean of two rates."""
     rate = WorkRate(half_amount=4_096)
     for _ in range(40):
         rate.add(1, 0.02)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
 from kvrelay import status
-from kvrelay.cluster import ClusterStatus, NodeInfo, NodeReport, NodeStatus
+from kvrelay.cluster import ClusterStatus, ModelInfo, NodeInfo, NodeReport, NodeStatus
 from kvrelay.types import BlockCounts, InstanceId, Role
 from tests.support.coordinator_ends import ends
+from tests.support.fake_nodes import MODEL
 
 
 def test_status_table() -> None:
@@ -50,6 +52,23 @@ def test_the_table_says_why_a_node_is_not_ready() -> None:
     assert ready.endswith("  -")
     assert draining.endswith("  -")
     assert status.describe(cluster)["nodes"][0]["not_ready_reason"] == "the engine is stuck"
+
+
+def test_models_and_weights_are_shown_where_they_differ() -> None:
+    def report(role: Role, port: int, model: ModelInfo | None, weight: float) -> NodeReport:
+        info = NodeInfo(role, InstanceId("i"), f"127.0.0.1:{port}", model)
+        return NodeReport(info, NodeStatus(ready=True, weight=weight), 0.1)
+
+    nodes = (
+        report(Role.PREFILL_NODE, 7410, MODEL, 1.0),
+        report(Role.DECODE_NODE, 7420, replace(MODEL, name="large"), 0.0),
+        report(Role.KVSTORE, 7401, None, 1.0),
+    )
+    _, header, prefill, decode, store = status.table("c", ClusterStatus(nodes, 0, 0, ready=True)).splitlines()
+    assert header.split()[:4] == ["ROLE", "ADDRESS", "MODEL", "STATE"]
+    assert header.split()[-1] == "WEIGHT"
+    assert [line.split()[2] for line in (prefill, decode, store)] == ["bytes", "large", "-"]
+    assert [line.split()[-1] for line in (prefill, decode, store)] == ["1", "0", "-"]
 
 
 def test_nodes_are_listed_by_role_then_address_however_they_joined() -> None:

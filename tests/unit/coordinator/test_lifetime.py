@@ -9,7 +9,7 @@ from kvrelay.errors import KVRelayError
 
 
 def taken(*edges: Edge) -> Lifetime:
-    lifetime = Lifetime(lambda edge, before, after: None)
+    lifetime = Lifetime(lambda edge, before, after, detail: None)
     for edge in edges:
         lifetime.take(edge)
     return lifetime
@@ -53,8 +53,11 @@ def test_what_cannot_happen(edges: tuple[Edge, ...], wrong: Edge) -> None:
 
 def test_every_edge_is_drawn_and_every_edge_is_heard() -> None:
     assert set(EDGES) == set(Edge)
-    heard: list[tuple[Edge, Stage | None, Stage]] = []
-    lifetime = Lifetime(lambda edge, before, after: heard.append((edge, before, after)))
-    lifetime.take(Edge.ACCEPTED)
+    heard: list[tuple[Edge, Stage | None, Stage, str]] = []
+    lifetime = Lifetime(lambda edge, before, after, detail: heard.append((edge, before, after, detail)))
+    lifetime.take(Edge.ACCEPTED, "8 prompt tokens")
     lifetime.take(Edge.TRIED)
-    assert heard == [(Edge.ACCEPTED, None, Stage.QUEUED), (Edge.TRIED, Stage.QUEUED, Stage.RESERVING)]
+    assert heard == [
+        (Edge.ACCEPTED, None, Stage.QUEUED, "8 prompt tokens"),
+        (Edge.TRIED, Stage.QUEUED, Stage.RESERVING, ""),
+    ]

@@ -33,6 +33,25 @@ def test_member_is_usable_from_its_first_ready_status_on() -> None:
     assert members.usable(Role.DECODE_NODE) == []
 
 
+def test_a_node_of_weight_0_takes_nothing_new_and_why_nobody_does_is_told() -> None:
+    members = Members(timeout_s=3.0)
+    assert members.why_not_ready == "no prefill-node and no decode-node is ready"
+    decode, other = members.join(node("one"), now=0.0), members.join(node("two"), now=0.0)
+    prefill = members.join(node("prefill", Role.PREFILL_NODE), now=0.0)
+    for member in (decode, other, prefill):
+        members.update(member, READY, now=0.1)
+    assert members.why_not_ready == ""
+    assert members.update(decode, replace(READY, weight=0.0), now=0.2)
+    assert members.usable(Role.DECODE_NODE) == [other]
+    assert (members.is_usable(InstanceId("one")), members.is_usable(InstanceId("two"))) == (False, True)
+    members.update(other, replace(READY, draining=True), now=0.3)
+    assert members.why_not_ready == "every decode-node that is ready has weight 0"
+    members.update(prefill, replace(READY, ready=False), now=0.4)
+    assert members.why_not_ready == "no prefill-node is ready and every decode-node that is ready has weight 0"
+    members.update(decode, replace(READY, weight=0.01), now=0.5)
+    assert members.why_not_ready == "no prefill-node is ready"
+
+
 def test_status_after_an_assignment_counts_as_change() -> None:
     members = Members(timeout_s=3.0)
     member = members.join(node(), now=0.0)

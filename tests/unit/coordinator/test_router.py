@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from coordinator.members import Member
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from kvrelay.cluster import NodeInfo, NodeStatus
@@ -15,10 +19,17 @@ def hashes(text: str) -> list[BlockHash]:
 
 
 def member(
-    name: str, *, total: int = 100, free: int = 100, running: int = 0, slots: int = 4, assigned: int = 0
+    name: str,
+    *,
+    total: int = 100,
+    free: int = 100,
+    running: int = 0,
+    slots: int = 4,
+    assigned: int = 0,
+    weight: float = 1.0,
 ) -> Member:
     blocks = BlockCounts(total=total, free=free, held=total - free)
-    status = NodeStatus(ready=True, blocks=blocks, num_running=running, num_slots_free=slots)
+    status = NodeStatus(ready=True, blocks=blocks, num_running=running, num_slots_free=slots, weight=weight)
     return Member(NodeInfo(Role.DECODE_NODE, InstanceId(name), name, None), status, 0.0, assigned)
 
 
@@ -55,6 +66,31 @@ def test_prefill_nodes_with_a_slot_come_first() -> None:
     assert names(rank_prefill(members, {}, num_blocks=10)) == "bac"
     assert names(rank_prefill(members, {}, num_blocks=10, avoid={B})) == "acb"
     assert [has_slot(one) for one in members] == [False, True, False]
+
+
+RANKINGS = pytest.mark.parametrize("rank", [rank_decode, rank_prefill])
+
+
+@RANKINGS
+def test_requests_are_shared_out_by_weight(rank: Callable[..., list[Member]]) -> None:
+    members = [
+        member(name, total=10_000, slots=1_000, weight=weight) for name, weight in zip("abc", (1, 3, 0.5), strict=True)
+    ]
+    chosen = ""
+    for _ in range(36):
+        first = rank(members, {}, num_blocks=10)[0]
+        first.num_assigned += 1
+        chosen += names([first])
+    assert [chosen.count(name) for name in "abc"] == [8, 24, 4]
+
+
+@RANKINGS
+def test_of_idle_nodes_the_one_of_most_weight_comes_first_and_weight_0_is_no_candidate(
+    rank: Callable[..., list[Member]],
+) -> None:
+    members = [member("a"), member("b", weight=0.0), member("c", weight=1.5)]
+    assert names(rank(members, {}, num_blocks=10)) == "ca"
+    assert names(rank(members, {A: 99, B: 99}, num_blocks=10)) == "ac"
 
 
 def test_long_cached_prefix_is_worth_a_wait_at_a_prefill_node() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.text import MAX_LONG_TEXTS, THREAD_CHARS, Text
+from coordinator.text import MAX_LONG_TEXTS, THREAD_CHARS, LongTexts, Text
 from kvrelay.errors import OverloadedError
 from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
 from kvrelay.tokenizer import Tokenizer, load_tokenizer
@@ -39,14 +39,14 @@ def busy(text: Text, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Even
         yield go_on
     finally:
         go_on.set()
-        text.close()
+        text.long_texts.close()
 
 
 @pytest.mark.parametrize("one_more", [TextPrompt(LONG), ChatPrompt((ChatMessage("user", LONG),))], ids=["text", "chat"])
 async def test_long_texts_beyond_the_bound_are_turned_away_and_short_ones_pass(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, one_more: Prompt
 ) -> None:
-    text = Text(tokenizer, "bytes")
+    text = Text(tokenizer, LongTexts())
     with busy(text, monkeypatch) as go_on:
         waiting = [asyncio.create_task(text.prompt_ids(TextPrompt(LONG), 259)) for _ in range(MAX_LONG_TEXTS)]
         await asyncio.sleep(0)
@@ -60,7 +60,7 @@ async def test_long_texts_beyond_the_bound_are_turned_away_and_short_ones_pass(
 
 
 async def test_one_who_gives_up_makes_room(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Text(tokenizer, "bytes")
+    text = Text(tokenizer, LongTexts())
     with busy(text, monkeypatch) as go_on:
         waiting = [asyncio.create_task(text.prompt_ids(TextPrompt(LONG), 259)) for _ in range(MAX_LONG_TEXTS)]
         await asyncio.sleep(0)

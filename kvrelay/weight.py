@@ -1,0 +1,54 @@
+"""`kvrelay weight`: a node's part of the requests, changed from the command line while it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from kvrelay.client_command import address_argument, run, write
+from kvrelay.errors import InvalidRequestError, UnavailableError
+from kvrelay.limits import check_weight
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.nodes import NodeClient
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns once the node has its new weight; 1 with one line on stderr when it could not be told."""
+    options = _parser().parse_args(argv)
+    return run("weight", options.node, lambda: _set_weight(options.node, options.weight))
+
+
+async def _set_weight(address: str, weight: float) -> None:
+    async with open_channel(address) as channel:
+        try:
+            weight = await NodeClient(channel).set_weight(weight)
+        except UnavailableError as error:
+            raise UnavailableError(f"no node answers at {address}; `kvrelay status` shows where they are") from error
+    write(f"{address} has weight {weight:g}{'' if weight else ': it takes nothing new'}\n")
+
+
+def _weight_argument(text: str) -> float:
+    try:
+        weight = float(text)
+        check_weight(weight)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+    return weight
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = (
+        "Change a prefill or decode node's part of the requests beside other nodes' weights, until it is changed again "
+        "or the node restarts. What runs there goes on."
+    )
+    parser = argparse.ArgumentParser(prog="kvrelay weight", description=description, allow_abbrev=False)
+    parser.add_argument("node", type=address_argument, metavar="ADDRESS", help="the node's host:port")
+    parser.add_argument(
+        "weight",
+        type=_weight_argument,
+        metavar="VALUE",
+        help="0 to 100; a node starts with its --weight, 1; 0: nothing new",
+    )
+    return parser
