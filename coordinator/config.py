@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.model_list import add_model, parse_models
+from coordinator.prefix_index import MAX_BLOCKS
 from coordinator.tenant_policy import parse_policies
 from kvrelay.config import RoleConfig, option
 from kvrelay.errors import ConfigError
@@ -58,8 +59,8 @@ class CoordinatorConfig(RoleConfig):
         32, "prompt tokens not cached on the decode node up to which it computes them itself", minimum=0
     )
     prefix_index_blocks: int = option(
-        1_000_000,
-        "cached blocks that are known by node, of prefill and of decode nodes each; a million take about 150 MB",
+        MAX_BLOCKS,
+        "cached blocks that are known by node, of each model's prefill and decode nodes; a million take about 130 MB",
         minimum=1,
     )
     # A node that is gone is found in less than 5 s by its broken streams. This is for one that hangs, and longer than

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from kvrelay.types import BlockHash
 
 _SHARD_BITS = 6  # a dict that grows is copied, all of it at once: 64 small ones never hold anybody up for long
-_SHARD_SHIFT = 60 - _SHARD_BITS
+SHARD_SHIFT = 60 - _SHARD_BITS
 _MAX_SHARED = 16_384
 
 
@@ -23,27 +23,26 @@ def keys_of(hashes: Sequence[BlockHash]) -> list[int]:
 
 
 class Holders:
-    """The nodes that hold each block. A node is an int with one bit set, always the same object."""
+    """The nodes that hold each block. A node is an int with one bit set, always the same object.
+
+    `lookups[key >> SHARD_SHIFT](key, 0)` is the set of those who hold the block: a method would cost as much again.
+    """
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(1 << _SHARD_BITS)]
-        self._gets: list[Callable[[int, int], int]] = [shard.get for shard in self._shards]
+        self.lookups: list[Callable[[int, int], int]] = [shard.get for shard in self._shards]
         self._shared: dict[int, int] = {}  # sets of several nodes: equal ones are one object, most of the time
 
     def __len__(self) -> int:
         """Blocks that anyone holds."""
         return sum(map(len, self._shards))
 
-    def of(self, key: int) -> int:
-        """The set of those who hold it; 0: nobody."""
-        return self._gets[key >> _SHARD_SHIFT](key, 0)
-
     def add(self, keys: Sequence[int], node: int) -> list[int]:
         """Gives those of `keys` that the node did not hold until now."""
         new = []
         shards = self._shards
         for key in keys:
-            shard = shards[key >> _SHARD_SHIFT]
+            shard = shards[key >> SHARD_SHIFT]
             held = shard.get(key, 0)
             if not held & node:
                 shard[key] = self._share(held | node) if held else node
@@ -55,7 +54,7 @@ class Holders:
         gone = []
         shards = self._shards
         for key in keys:
-            shard = shards[key >> _SHARD_SHIFT]
+            shard = shards[key >> SHARD_SHIFT]
             held = shard.get(key, 0)
             if held == node:
                 del shard[key]

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from coordinator.holders import Holders, keys_of
+from coordinator.holders import SHARD_SHIFT, Holders, keys_of
 from coordinator.node_bits import NodeBits
 from kvrelay.cluster import CacheCleared, CacheEvent, CacheEvents, CacheRemoved, CacheStored
 from kvrelay.types import BlockHash, InstanceId
 
+MAX_BLOCKS = 1_000_000
 GUESS_S = 20.0
 MAX_GUESSED_BLOCKS = 65_536
 ASK_AGAIN_S = 1.0  # a node whose numbers go wrong again and again is not asked more often
@@ -46,7 +47,7 @@ class PrefixIndex:
     even part of them at least; tails go before what they follow if they were told, or assigned, together.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._bits = NodeBits()
         self._nodes: dict[InstanceId, _Node] = {}
@@ -59,7 +60,8 @@ class PrefixIndex:
         self.num_guessed = 0
         self.num_told = 0  # blocks that nodes told of, those that came and those that went
         self.num_dropped = 0  # for room
-        self.num_resyncs = 0
+        self.num_clears = 0  # a node began to tell of all it has: it joined, was asked, or had too much to tell
+        self.num_resyncs = 0  # it was asked since it lost count
 
     @property
     def num_noted(self) -> int:
@@ -107,17 +109,20 @@ class PrefixIndex:
         """Leading blocks that each node has; nodes that have none are left out."""
         self._settle(now)
         matched: dict[InstanceId, int] = {}
-        held, guessed = self._held.of, self._guessed.of
-        guesses = self.num_guessed > 0
-        alive, depth = self._live, 0
+        held, guessed = self._held.lookups, self._guessed.lookups if self.num_guessed else None
+        alive, last, depth = self._live, -1, 0
         for key in keys_of(hashes):
-            still = alive & (held(key) | guessed(key) if guesses else held(key))
-            if still != alive:
-                if depth:
-                    matched.update(dict.fromkeys(self._bits.ids(alive), depth))
-                alive = still
-                if not alive:
-                    return matched
+            nodes = held[key >> SHARD_SHIFT](key, 0)
+            if guessed is not None:
+                nodes |= guessed[key >> SHARD_SHIFT](key, 0)
+            if nodes is not last:  # most blocks are held by the same nodes as the one before
+                last, still = nodes, alive & nodes
+                if still != alive:
+                    if depth:
+                        matched.update(dict.fromkeys(self._bits.ids(alive), depth))
+                    alive = still
+                    if not alive:
+                        return matched
             depth += 1
         if depth:
             matched.update(dict.fromkeys(self._bits.ids(alive), depth))
@@ -133,6 +138,7 @@ class PrefixIndex:
         match event:
             case CacheCleared():
                 node.tells = True
+                self.num_clears += 1
                 self._leave(node)
                 node.bit = self._take_bit(node.instance_id)
             case CacheStored(hashes):

@@ -21,30 +21,23 @@ class PrefixIndexCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        families: list[GaugeMetricFamily | CounterMetricFamily] = [
-            GaugeMetricFamily(
-                "kvrelay_prefix_index_blocks",
-                "Cached blocks that are known, once a node that has them.",
-                labels=["role"],
-            ),
-            CounterMetricFamily(
-                "kvrelay_prefix_index_told_blocks", "Blocks whose coming or going nodes told of.", labels=["role"]
-            ),
-            CounterMetricFamily(
-                "kvrelay_prefix_index_dropped_blocks", "Blocks that were forgotten for want of room.", labels=["role"]
-            ),
-            CounterMetricFamily(
-                "kvrelay_prefix_index_resyncs",
-                "Times a node was asked for all it has, having lost count.",
-                labels=["role"],
-            ),
-        ]
+        blocks = GaugeMetricFamily(
+            "kvrelay_prefix_index_blocks", "Cached blocks that are known, once for each node.", labels=["role"]
+        )
+        told, dropped, clears, resyncs = (
+            CounterMetricFamily(f"kvrelay_prefix_index_{name}", meaning, labels=["role"])
+            for name, meaning in (
+                ("told_blocks", "Blocks that nodes said had come or gone."),
+                ("dropped_blocks", "Blocks that were forgotten for want of room."),
+                ("clears", "Times a node began to tell of all it has: when it joins, is asked, or has much to tell."),
+                ("resyncs", "Times a node was asked for all it has since events were missing."),
+            )
+        )
         for role in self._indexes[0]:
-            counts = [
-                (index.num_blocks, index.num_told, index.num_dropped, index.num_resyncs)
-                for index in (one[role] for one in self._indexes)
-            ]
-            values = map(sum, zip(*counts, strict=True))
-            for family, value in zip(families, values, strict=True):
-                family.add_metric([role.value], value)
-        return families
+            indexes = [of_model[role] for of_model in self._indexes]
+            blocks.add_metric([role.value], sum(index.num_blocks for index in indexes))
+            told.add_metric([role.value], sum(index.num_told for index in indexes))
+            dropped.add_metric([role.value], sum(index.num_dropped for index in indexes))
+            clears.add_metric([role.value], sum(index.num_clears for index in indexes))
+            resyncs.add_metric([role.value], sum(index.num_resyncs for index in indexes))
+        return (blocks, told, dropped, clears, resyncs)

@@ -10,7 +10,7 @@ from kvrelay.cluster import CacheCleared, CacheEvent, CacheEvents, CacheRemoved,
 from kvrelay.types import BlockHash
 
 MAX_PENDING = 32_768  # hashes that wait for a slow listener; with more, it hears of everything again
-MAX_MESSAGE_HASHES = 4_096  # 136 KiB on the wire
+MAX_MESSAGE_HASHES = 1_024  # 34 KiB on the wire, and a millisecond of a coordinator
 
 
 class CacheFeed:
@@ -36,7 +36,6 @@ class CacheFeed:
         self._on_news = on_news
         self._max_pending = max_pending
         self._max_message_hashes = max_message_hashes
-        self.num_overflows = 0
         self._begun = False
         self._tells_all = False  # the next message clears, and what is here by then follows
         self._snapshot: list[BlockHash] = []  # of it, what is not taken yet, the last first
@@ -88,7 +87,6 @@ class CacheFeed:
             self._on_news()
         pending[block_hash] = stored
         if len(pending) > self._max_pending:
-            self.num_overflows += 1
             self._tell_all()
 
     def _tell_all(self) -> None:

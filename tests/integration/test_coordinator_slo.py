@@ -76,15 +76,6 @@ async def test_the_pace_of_tokens_has_a_target_too() -> None:
         assert outcomes(cluster, "itl") == (1, 0, 0)
 
 
-async def test_what_was_predicted_is_told_beside_what_came_also_without_a_target() -> None:
-    async with measured() as cluster:
-        await cluster.ask(request_id="one")
-        told = (await cluster.client.explain("one")).forecast
-        assert told.predicted_ttft_s == pytest.approx(0.1)
-        assert told.predicted_itl_s == pytest.approx(0.02)
-        assert told.actual_ttft_s > 0
-
-
 async def test_best_effort_runs_all_the_same_and_promises_nothing() -> None:
     async with measured() as cluster:
         answer = await cluster.ask(ttft_target_s=0.05, best_effort=True)

@@ -26,6 +26,7 @@ from kvrelay.errors import (
     StaleError,
 )
 from kvrelay.kv.layout import KVLayout
+from kvrelay.kv.named_blocks import NamedBlocks
 from kvrelay.messages import (
     DecodeFinished,
     HandoffTarget,
@@ -106,6 +107,7 @@ class FakeNode:
         self.draining = False
         self.model: ModelInfo = MODEL
         self.answer_ids: tuple[int, ...] = ANSWER_IDS
+        self.cached_blocks: NamedBlocks | None = None  # what it tells coordinators of; None: nothing, as older ones do
         self.at = {name: Stage() for name in self.stages}
         self.reached: Counter[str] = Counter()
         self.requests: list[NodeRequest] = []
@@ -145,7 +147,9 @@ class FakeNode:
 
     async def _join(self) -> None:
         info = NodeInfo(self.role, self.instance_id, self.address, self.model)
-        self._memberships = Memberships(self._coordinators, info, self.status, interval_s=0.1)
+        self._memberships = Memberships(
+            self._coordinators, info, self.status, interval_s=0.1, cached=self.cached_blocks
+        )
         await self._memberships.start()
         await self._memberships.wait_joined()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.cluster import CacheCleared, CacheEvents, CacheRemoved, CacheStored, ModelInfo, NodeInfo, NodeStatus
 from kvrelay.kv.layout import ITEM_BYTES, KVLayout
 from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
@@ -82,6 +82,16 @@ node_statuses = st.builds(
     NodeStatus,
     *(st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64),
     st.none() | decode_limits | prefill_limits,
+)
+block_hashes = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=4)
+cache_events = st.builds(
+    CacheEvents,
+    st.integers(1, 2**64 - 1),
+    st.lists(
+        st.builds(CacheStored, block_hashes) | st.builds(CacheRemoved, block_hashes) | st.builds(CacheCleared),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
 )
 targets = st.builds(HandoffTarget, ids, texts, ids.map(ReservationId), u32, u32)
 prefill_events = st.builds(PrefillStarted, cached_tokens) | st.builds(

@@ -102,8 +102,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, NUM_NODES - 1))
     def lose(self, which: int) -> None:
-        if self.nodes[which].on_the_way:
-            self.nodes[which].on_the_way.pop(0)
+        self.nodes[which].feed.take()
 
     @rule(which=st.integers(0, NUM_NODES - 1))
     def break_stream(self, which: int) -> None:

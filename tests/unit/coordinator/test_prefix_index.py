@@ -243,6 +243,23 @@ def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
     assert index.match(many(59_300, 59_400), T) == {InstanceId("node-59"): 100}
 
 
+def test_endings_that_come_and_go_after_a_shared_beginning_leave_nothing_behind() -> None:
+    index = Index(A, B)
+    beginning = many(0, 10)
+    for name in (A, B):
+        index.tell(name, CacheCleared(), CacheStored(beginning))
+    for number in range(1, 300):
+        ending = many(100 * number, 100 * number + 10)
+        for name in (A, B):
+            index.assigned(name, beginning + ending, T)
+            index.tell(name, CacheStored(ending))
+        assert index.match(beginning + ending, T) == {A: 20, B: 20}
+        for name in (A, B):
+            index.tell(name, CacheRemoved(ending))
+    assert (index.num_noted, index.num_blocks, index.num_guessed) == (10, 20, 0)
+    assert index.match(beginning + ending, T) == {A: 10, B: 10}
+
+
 def test_a_prefix_that_a_thousand_nodes_share() -> None:
     index = PrefixIndex(100_000)
     nodes = [InstanceId(f"node-{number}") for number in range(1000)]

@@ -94,7 +94,6 @@ def test_a_listener_that_is_too_slow_hears_of_everything_again() -> None:
     for number, block_hash in enumerate(names("cdef")):
         named.claim(block_hash, BlockId(2 + number))
     named.remove(name("a"))
-    assert feed.num_overflows == 1
     assert told(feed) == [CacheCleared(), CacheStored(names("bcdef"))]
     named.remove(name("b"))
     assert told(feed) == [CacheRemoved(names("b"))]
@@ -108,7 +107,6 @@ def test_nothing_is_kept_for_those_who_do_not_listen() -> None:
     for number, block_hash in enumerate(names("bcdef")):
         named.claim(block_hash, BlockId(1 + number))
     assert feed.take() is None
-    assert feed.num_overflows == 0
     feed.begin()
     assert feed.take() == CacheEvents(1, (CacheCleared(), CacheStored(names("abcdef")))), "and numbers begin anew"
 

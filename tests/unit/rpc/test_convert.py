@@ -55,6 +55,7 @@ def round_trip(name: str, value: Any) -> Any:
         ("node_info", messages.node_infos),
         ("block_counts", messages.block_counts),
         ("node_status", messages.node_statuses),
+        ("cache_events", messages.cache_events),
         ("handoff_target", messages.targets),
         ("prefill_event", messages.prefill_events),
         ("reservation_granted", messages.granted),
@@ -168,6 +169,10 @@ def node(**changes: Any) -> cluster_pb2.NodeJoined:
     return wire
 
 
+def told(*events: cluster_pb2.CacheEvent, first_sequence: int = 1) -> cluster_pb2.CacheEvents:
+    return cluster_pb2.CacheEvents(first_sequence=first_sequence, events=events)
+
+
 def layout(**changes: Any) -> types_pb2.KVLayout:
     wire = convert_cluster.kv_layout_to_pb(KVLayout(2, 2, 16, "float32"))
     for name, value in changes.items():
@@ -208,6 +213,19 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
         (convert_cluster.node_info_from_pb, node(role=77), "role 77 is unknown"),
         (convert_cluster.node_info_from_pb, node(instance_id=""), "an instance id has 1 to 128 characters"),
         (convert_cluster.node_info_from_pb, node(address=""), "a node has to name the address"),
+        (convert_cluster.cache_events_from_pb, told(first_sequence=0), "numbered from 1"),
+        (convert_cluster.cache_events_from_pb, told(), "holds none"),
+        (convert_cluster.cache_events_from_pb, told(cluster_pb2.CacheEvent()), "one of stored, removed and cleared"),
+        (
+            convert_cluster.cache_events_from_pb,
+            told(cluster_pb2.CacheEvent(stored=cluster_pb2.CachedBlocks())),
+            "names no block",
+        ),
+        (
+            convert_cluster.cache_events_from_pb,
+            told(cluster_pb2.CacheEvent(removed=cluster_pb2.CachedBlocks(block_hashes=[bytes(32), bytes(31)]))),
+            "a block hash has 32 bytes",
+        ),
         (convert_cluster.kv_layout_from_pb, layout(axes="kv,layer,token,head,dim"), "axes are 'kv,layer"),
         (convert_cluster.kv_layout_from_pb, layout(num_layers=0), "num_layers is 0"),
         (convert_cluster.kv_layout_from_pb, layout(dtype="int4"), "dtype is 'int4'"),
