@@ -14,13 +14,16 @@ from kvrelay.types import FinishReason
 class Answer:
     """Survives the nodes that compute it: what is here already is never asked for again.
 
-    `sampling` has max_tokens settled. `eos_token_ids` are the model's. `reason` is set once, when the answer is
-    complete; nothing is added after that.
+    `sampling` has max_tokens settled. `eos_token_ids` are the model's. `index` is its number among the answers to one
+    prompt. `reason` is set once, when the answer is complete; nothing is added after that.
     """
 
-    def __init__(self, tokenizer: TokenBytes, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, sampling: SamplingParams, eos_token_ids: Sequence[int], index: int = 0
+    ) -> None:
         assert sampling.max_tokens is not None
-        self._sampling = sampling
+        self._index = index
+        self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
         eos = () if sampling.ignore_eos else eos_token_ids
         self._ending_ids = frozenset(eos) | frozenset(sampling.stop_token_ids)
@@ -46,33 +49,34 @@ class Answer:
         taken: list[GeneratedToken] = []
         text = ""
         for token in tokens:
-            if self.stop_string:
-                break  # the node, which knows no stop strings, was ahead
             if self.reason is not None:
+                if self.stop_string:
+                    break  # the node, which knows no stop strings, was ahead
                 raise KVRelayError(f"a decode node went on after token {len(self.token_ids)}, which ends the answer")
             taken.append(token)
-            text += self._add(token)
+            text += self._add(token.token_id)
         if self.reason is not None and not self.stop_string:
             text += self._flush()
-        return TokensGenerated(tuple(taken), text)
+        return TokensGenerated(tuple(taken), text, self._index)
 
     def end(self, reason: FinishReason) -> TokensGenerated:
         """The node says that the answer is complete; the text that was held back, unless it is known already."""
         if self.reason is not None:
-            return TokensGenerated((), "")
+            return TokensGenerated((), "", self._index)
         self.reason = reason
-        return TokensGenerated((), self._flush())
+        return TokensGenerated((), self._flush(), self._index)
 
-    def _add(self, token: GeneratedToken) -> str:
-        self.token_ids.append(token.token_id)
-        may_end = len(self.token_ids) >= self._sampling.min_tokens
-        if may_end and token.token_id in self._ending_ids:
+    def _add(self, token_id: int) -> str:
+        self.token_ids.append(token_id)
+        num_tokens = len(self.token_ids)
+        may_end = num_tokens >= self._min_tokens
+        if may_end and token_id in self._ending_ids:
             self.reason = FinishReason.STOP  # counted, but its text is not shown
             return ""
-        text = self._detokenizer.push(token.token_id, may_stop=may_end)
-        if self.stop_string:
+        text = self._detokenizer.push(token_id, may_stop=may_end)
+        if self._detokenizer.stopped:
             self.reason = FinishReason.STOP
-        elif self.num_left == 0:
+        elif num_tokens >= self._max_tokens:
             self.reason = FinishReason.LENGTH
         return text
 

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from coordinator.candidates import prefill_candidates
 from coordinator.circuits import failed_between
 from coordinator.cluster import Cluster
 from coordinator.ending import end_all
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
-from coordinator.placement import Limits, Placement, prefill_candidates
+from coordinator.placement import Limits, Placement
 from coordinator.request import RequestState, may_succeed_elsewhere
+from coordinator.router import has_slot
 from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.inference import TokensGenerated
 from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
@@ -54,6 +56,7 @@ class Attempt:
         self._lifetime = lifetime
         self._emit = emit
         self._on_retry = on_retry
+        self._first_at = 0.0  # when the first token of the attempt came
 
     async def run(self, placement: Placement | None) -> None:
         """Returns when the answer is complete. Whatever it raises, nothing it started goes on."""
@@ -114,9 +117,7 @@ class Attempt:
             async for event in events:
                 if isinstance(event, TokensDecoded):
                     if not self._state.has_begun:
-                        self._cluster.succeeded(placement.decode)
-                    if placement.is_tail and not self._state.has_begun:
-                        self._note_tail(placement, time.monotonic() - started)
+                        self._note_begin(placement, time.monotonic() - started)
                     self._take(event.tokens)
                     if self._state.answer.stop_string:
                         return
@@ -125,8 +126,12 @@ class Attempt:
                     return
         raise UnavailableError(f"decode node {placement.address} ended its stream before the answer")
 
-    def _note_tail(self, placement: Placement, compute_s: float) -> None:
-        """As seen from here, for an answer that a stop string ends before the decode node gives its own account."""
+    def _note_begin(self, placement: Placement, compute_s: float) -> None:
+        """Of a tail: as seen from here, for an answer that a stop string ends before the decode node gives its own
+        account."""
+        self._cluster.succeeded(placement.decode)
+        if not placement.is_tail:
+            return
         num_cached = placement.granted.num_cached_blocks * self._state.accepted.model.layout.block_tokens
         self._state.note_cached(CachedTokens(device=num_cached))
         self._state.account.prefill_s = compute_s
@@ -135,6 +140,7 @@ class Attempt:
         if placement.is_tail:
             self._state.note_cached(event.cached)
             self._state.account.prefill_s = event.compute_s
+        self._came_last()
         self._send(self._state.answer.end(event.reason))
 
     async def _prefill(self, placement: Placement | None, decode: asyncio.Task[None] | None) -> PrefillFinished | None:
@@ -142,17 +148,18 @@ class Attempt:
         tokens came, or it failed too, which explains this failure. None also when a retry finds that an earlier node's
         KV arrived after all, though its word of that was lost: that node's account stands."""
         num_failures, number, busy = 0, 0, set[InstanceId]()
+        wanted = placement.prefill if placement else None
         account, decode_node = self._state.account, placement.decode if placement else None
         while True:
             noted = account.cached, account.prefill_node
             hashes = self._state.hashes()
             try:
-                member = self._next_prefill_node(hashes, decode_node, busy)
+                member = self._wanted_node(wanted, decode_node) or self._next_prefill_node(decode_node, busy)
             except KVRelayError:
                 if num_failures and await self._is_settled(decode):
                     return None
                 raise
-            number += 1
+            number, wanted = number + 1, None
             try:
                 return await self._prefill_on(member, hashes, placement, number)
             except OverloadedError:
@@ -168,7 +175,7 @@ class Attempt:
                 if placement is not None and num_failures >= MAX_PREFILLS_A_RESERVATION:
                     raise
                 self._retry_prefill(member, error)
-                await self._pause_if_all_failed(hashes, decode_node)
+                await self._pause_if_all_failed(decode_node)
 
     def _blame(self, error: KVRelayError, prefill: Member, decode: Member | None) -> None:
         """A handoff that failed is no fault of the prefill node, which would serve another decode node well."""
@@ -189,7 +196,9 @@ class Attempt:
         self, member: Member, hashes: list[BlockHash], placement: Placement | None, number: int
     ) -> PrefillFinished:
         """`number` counts the attempts to fill one reservation."""
-        self._cluster.assigned(member, hashes)
+        num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
+        num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
+        self._cluster.assigned(member, hashes, max(1, len(self._state.token_ids) - num_cached))
         link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
         with self._cluster.trying(member), link:
             return await self._read_prefill(member, placement, number)
@@ -212,8 +221,14 @@ class Attempt:
                     return event
         raise UnavailableError(f"prefill node {member.info.address} ended its stream before the prompt was computed")
 
-    def _next_prefill_node(self, hashes: list[BlockHash], decode: Member | None, busy: set[InstanceId]) -> Member:
-        candidates = prefill_candidates(self._state, self._cluster, hashes, decode)
+    def _wanted_node(self, wanted: Member | None, decode: Member | None) -> Member | None:
+        """The prefill node that the placement was made with, if it is as good as it was then."""
+        if wanted is None or not self._cluster.members.is_usable(wanted.info.instance_id):
+            return None
+        return wanted if has_slot(wanted) and not self._state.avoids(wanted, decode) else None
+
+    def _next_prefill_node(self, decode: Member | None, busy: set[InstanceId]) -> Member:
+        candidates = prefill_candidates(self._state, self._cluster, decode)
         free = [member for member in candidates if member.info.instance_id not in busy]
         if free:
             return free[0]
@@ -226,8 +241,8 @@ class Attempt:
         count_retry(self._state, "prefill", member.info.address, error, self._limits, self._on_retry)
         self._lifetime.take(Edge.PREFILL_RETRIED, f"{member.info.address} failed: {error.message}")
 
-    async def _pause_if_all_failed(self, hashes: list[BlockHash], decode: Member | None) -> None:
-        candidates = prefill_candidates(self._state, self._cluster, hashes, decode)
+    async def _pause_if_all_failed(self, decode: Member | None) -> None:
+        candidates = prefill_candidates(self._state, self._cluster, decode)
         if all(self._state.avoids(member, decode) for member in candidates):
             await asyncio.sleep(RETRY_PAUSE_S * 2**self._state.account.num_retries)
 
@@ -235,9 +250,21 @@ class Attempt:
         if not self._state.has_begun:
             account = self._state.account
             self._lifetime.take(Edge.FIRST_TOKEN, f"from {account.decode_node or account.prefill_node}")
-        if self._state.account.first_token_at is None:
-            self._state.account.first_token_at = time.monotonic()
+            self._came_first()
+            if account.first_token_at is None:
+                account.first_token_at = time.monotonic()
         self._send(self._state.answer.add(tokens))
+
+    def _came_first(self) -> None:
+        """The first token, against what was foretold: a retried attempt would tell of failures."""
+        self._first_at, foretold = time.monotonic(), self._state.foretold
+        if foretold is not None and not self._state.account.num_retries:
+            self._cluster.foresight.first_token(foretold, self._first_at)
+
+    def _came_last(self) -> None:
+        foretold, num_gaps = self._state.foretold, len(self._state.answer.token_ids) - 1
+        if foretold is not None and not self._state.account.num_retries and num_gaps > 0:
+            self._cluster.foresight.ended(foretold, (time.monotonic() - self._first_at) / num_gaps)
 
     def _send(self, generated: TokensGenerated) -> None:
         if generated.tokens or generated.text:

@@ -65,6 +65,10 @@ class Circuits:
         circuit = self._circuits.get(party)
         return circuit is not None and circuit.blocks(now)
 
+    def suspects(self, now: float) -> set[Party]:
+        """All that should be asked last now."""
+        return {party for party, circuit in self._circuits.items() if circuit.blocks(now)}
+
     def trying(self, party: Party, now: float) -> None:
         """A request is on its way: while half-open it is the trial, and the others go elsewhere."""
         circuit = self._circuits.get(party)

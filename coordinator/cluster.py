@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from coordinator.circuits import Circuits, Party, answers
+from coordinator.foresight import Foresight
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.prefix_index import MAX_BLOCKS, PrefixIndex
@@ -38,6 +39,7 @@ class Cluster:
         self.circuits = Circuits()
         self.presence = Presence()
         self.caches = {role: PrefixIndex(max_indexed_blocks) for role in COMPUTING_ROLES}
+        self.foresight = Foresight()
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._ends_streams = False
         self._timer: asyncio.TimerHandle | None = None
@@ -139,24 +141,9 @@ class Cluster:
             what = f"the link between {names}" if len(members) > 1 else names
             logger.warning("%s failed again and is asked last for now: %s", what, error)
 
-    def suspects(self, members: Iterable[Member], *, decode: Member | None = None) -> set[InstanceId]:
-        """Those of `members` that failed lately: of prefill nodes also those whose link to `decode` did."""
-        now = self._now()
-        beyond = () if decode is None else (decode,)
-        return {
-            member.info.instance_id
-            for member in members
-            if any(self.circuits.suspect(_party(parties), now) for parties in ((member,), (member, *beyond)))
-        }
-
-    def cut_off(self, decode: Iterable[Member]) -> set[InstanceId]:
-        """Those decode nodes to which no prefill node has a link that works."""
-        prefill = self.members.usable(Role.PREFILL_NODE)
-        return {
-            member.info.instance_id
-            for member in decode
-            if prefill and len(self.suspects(prefill, decode=member)) == len(prefill)
-        }
+    def suspects(self) -> set[Party]:
+        """Nodes, and links between two, that failed lately."""
+        return self.circuits.suspects(self._now())
 
     @asynccontextmanager
     async def while_member(self, member: Member) -> AsyncIterator[None]:
@@ -187,7 +174,7 @@ class Cluster:
 
     def _change(self) -> None:
         for role in COMPUTING_ROLES:
-            self.presence.update(role, bool(self.members.usable(role)), self._now())
+            self.presence.update(role, bool(self.members.num_usable(role)), self._now())
         self._on_change()
 
     def _set_timer(self) -> None:

@@ -60,7 +60,7 @@ class CoordinatorConfig(RoleConfig):
     )
     prefix_index_blocks: int = option(
         MAX_BLOCKS,
-        "cached blocks that are known by node, of prefill and of decode nodes each; a million take about 130 MB",
+        "cached blocks that are known by node, of each model's prefill and decode nodes; a million take about 130 MB",
         minimum=1,
     )
     # A node that is gone is found in less than 5 s by its broken streams. This is for one that hangs, and longer than

@@ -15,7 +15,6 @@ from kvrelay.types import RequestId
 
 MAX_ENDED = 1_000
 ENDED_S = 600.0
-MAX_CONSIDERED = 16
 _WAITING = (None, Stage.QUEUED, Stage.RESERVING)
 
 
@@ -83,7 +82,7 @@ class Life:
             handoff_bytes=sum(state.account.handoff_bytes for state in states),
             retries=sum(state.account.num_retries for state in states),
             forecast=self._forecast(first),
-            considered=tuple(first.considered[:MAX_CONSIDERED]),
+            considered=tuple(first.considered),
         )
 
     def _state(self) -> str:
@@ -98,7 +97,10 @@ class Life:
         if self.last_token_at is not None and account.first_token_at is not None and num_gaps > 0:
             itl_s = (self.last_token_at - account.first_token_at) / num_gaps
         ttft_s = 0.0 if account.first_token_at is None else account.first_token_at - account.accepted_at
-        return ForecastOutcome(first.predicted_ttft_s, ttft_s, first.predicted_itl_s, itl_s)
+        if first.foretold is None:
+            return ForecastOutcome(0.0, ttft_s, 0.0, itl_s)
+        waited_s = first.foretold.at - account.accepted_at
+        return ForecastOutcome(waited_s + first.foretold.ttft_s, ttft_s, first.foretold.itl_s, itl_s)
 
 
 def _num_blocks(state: RequestState) -> int:

@@ -6,16 +6,22 @@ Made from what nodes measured of themselves. What the kvstore holds of a prompt 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from coordinator.members import Member
-from kvrelay.limits import DecodeLimits, PrefillLimits
+from coordinator.standing import Standing
 from kvrelay.types import InstanceId
 
 # A prefill node gives the oldest prompt a quarter of every step, the shortest ones the rest: see docs/scheduling.md.
 OLDEST_SHARE = 0.25
+
+# Of an answer so many tokens are counted at most. max_tokens says little of how long it gets, and who runs beside it
+# changes within as many steps.
+COUNTED_TOKENS = 64
+
+NUM_ASKED = 16  # nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,11 @@ class Work:
         return self.num_positions - self.num_tokens
 
     @property
+    def num_counted(self) -> int:
+        """Tokens of the answer that a cost takes into account; at least one."""
+        return max(1, min(self.num_left, COUNTED_TOKENS))
+
+    @property
     def num_prompt_blocks(self) -> int:
         return -(-self.num_tokens // self.block_tokens)
 
@@ -61,92 +72,66 @@ class Work:
         return self.num_tokens - reusable * self.block_tokens
 
 
-def positive(rate: float) -> float:
-    """The rate if it is one; 0 for what is not measured, or no number."""
-    return rate if math.isfinite(rate) and rate > 0 else 0.0
+def usual_token_s(members: Iterable[Member]) -> float:
+    """Mean over a few that measured how long a prompt token takes them, which is what is taken for one that has not,
+    having just joined, say. 0 while none has."""
+    measured = list(islice((seconds for member in members if (seconds := member.standing.token_s)), NUM_ASKED))
+    return sum(measured) / len(measured) if measured else 0.0
 
 
-def token_s(member: Member) -> float | None:
-    """Seconds a prompt token takes the node; None where it measured nothing yet."""
-    rate = positive(member.status.rates.prefill_tokens_per_s)
-    return 1.0 / rate if rate else None
-
-
-def usual_token_s(members: Iterable[Member]) -> float | None:
-    """Mean over those that measured; what is taken for a node that has not, having just joined, say."""
-    measured = [seconds for member in members if (seconds := token_s(member)) is not None]
-    return sum(measured) / len(measured) if measured else None
-
-
-def step_s(decode: Member, num_rows: int) -> float:
-    """A decode step with so many sequences; 0 where none was measured."""
-    rates = decode.status.rates
-    return positive(rates.step_s) + positive(rates.step_row_s) * num_rows
-
-
-def num_rows(decode: Member) -> int:
-    """Sequences that run on a decode node or are about to."""
-    status = decode.status
-    return status.num_running + status.num_waiting + status.num_reservations + decode.num_assigned
-
-
-def tokens_before(prefill: Member, num_tokens: int) -> float:
+def tokens_before(prefill: Standing, num_tokens: int) -> float:
     """Prompt tokens that a prefill node computes before the last of `num_tokens` new ones, besides them.
 
-    All that wait there; but where the others' prompts are longer on average, only what the oldest of them is sure of,
-    and half of the step that runs.
+    All that wait there; but where the others' prompts are longer on average and there is a place for one more, only
+    what the oldest of them is sure of, and half of the step that runs.
     """
-    status = prefill.status
-    waiting = status.num_waiting_tokens + prefill.num_assigned_tokens
-    num_prompts = status.num_running + status.num_waiting + prefill.num_assigned
-    limits = status.limits
-    if not isinstance(limits, PrefillLimits) or waiting <= num_tokens * num_prompts:
+    waiting, num_prompts = prefill.waiting_tokens, prefill.num_requests
+    if waiting <= num_tokens * num_prompts:
         return waiting
-    has_place = num_prompts < limits.max_prefills or num_tokens <= limits.max_batched_tokens
-    if not has_place:
+    is_short = num_tokens <= prefill.max_batched_tokens  # for which there are as many places again
+    if num_prompts >= prefill.max_prefills * (1 + is_short):
         return waiting
-    return min(waiting, num_tokens * OLDEST_SHARE / (1 - OLDEST_SHARE) + limits.max_batched_tokens / 2)
-
-
-def handoff_s(prefill: Member, num_bytes: int, last_chunk_bytes: int, prefill_s: float) -> float:
-    """From the last computed token until all is at the decode node: blocks leave as they are computed, so that is the
-    last chunk's, or all that a slow link could not carry meanwhile. 0 where the node measured no link yet."""
-    rate = positive(prefill.status.rates.handoff_bytes_per_s)
-    return max(last_chunk_bytes / rate, num_bytes / rate - prefill_s) if rate else 0.0
+    return min(waiting, num_tokens * OLDEST_SHARE / (1 - OLDEST_SHARE) + prefill.max_batched_tokens / 2)
 
 
 def forecast_handoff(prefill: Member, decode: Member | None, work: Work, usual_s: float) -> Forecast:
     """`prefill` computes, `decode` goes on; None: the first token is the only one. `usual_s` is what a token takes a
     node that has not measured it."""
-    own_s = token_s(prefill) or usual_s
+    node = prefill.standing
+    token_s = node.token_s or usual_s
     num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
-    queue_s = (work.num_tokens_ahead + tokens_before(prefill, num_uncached)) * own_s
-    prefill_s = num_uncached * own_s
-    moved_s = itl_s = 0.0
-    if decode is not None:
-        cached = min(work.cached_decode.get(decode.info.instance_id, 0), work.num_prompt_blocks - 1)
-        num_blocks = work.num_prompt_blocks - cached
-        limits = prefill.status.limits
-        chunk = min(num_uncached, limits.chunk_tokens) if isinstance(limits, PrefillLimits) else num_uncached
-        last_blocks = min(num_blocks, -(-chunk // work.block_tokens))
-        moved_s = handoff_s(prefill, num_blocks * work.block_bytes, last_blocks * work.block_bytes, prefill_s)
-        itl_s = step_s(decode, num_rows(decode) + 1)
-    return Forecast(queue_s + prefill_s + moved_s, itl_s, queue_s, 0.0, prefill_s, moved_s)
+    queue_s = (work.num_tokens_ahead + tokens_before(node, num_uncached)) * token_s
+    prefill_s = num_uncached * token_s
+    if decode is None:
+        return Forecast(queue_s + prefill_s, 0.0, queue_s, 0.0, prefill_s, 0.0)
+    num_cached = work.cached_decode.get(decode.info.instance_id, 0)
+    handoff_s = after_last_s(node, work, num_uncached, prefill_s, num_cached)
+    return Forecast(queue_s + prefill_s + handoff_s, itl_s(decode.standing, work), queue_s, 0.0, prefill_s, handoff_s)
 
 
 def forecast_tail(decode: Member, work: Work, usual_s: float) -> Forecast:
     """`decode` computes what it has not cached itself, in steps in which its running sequences advance too."""
-    own_s = token_s(decode) or usual_s
+    node = decode.standing
+    token_s = node.token_s or usual_s
     num_uncached = work.num_uncached(work.cached_decode.get(decode.info.instance_id, 0))
-    waiting = decode.status.num_waiting_tokens + decode.num_assigned_tokens
-    queue_s = waiting * own_s
-    prefill_s = num_uncached * own_s + num_steps(decode, num_uncached) * step_s(decode, num_rows(decode))
-    return Forecast(queue_s + prefill_s, step_s(decode, num_rows(decode) + 1), queue_s, 0.0, prefill_s, 0.0)
+    num_steps = -(-num_uncached // node.prompt_budget)
+    queue_s = (work.num_tokens_ahead + node.waiting_tokens) * token_s
+    prefill_s = num_uncached * token_s + num_steps * node.step_s
+    return Forecast(queue_s + prefill_s, itl_s(node, work), queue_s, 0.0, prefill_s, 0.0)
 
 
-def num_steps(decode: Member, num_tokens: int) -> int:
-    """That a decode node needs for so many tokens of a prompt, each step within its budget."""
-    limits = decode.status.limits
-    if not isinstance(limits, DecodeLimits):
-        return 1
-    return -(-num_tokens // max(1, limits.max_batched_tokens - min(num_rows(decode), limits.max_batch - 1)))
+def itl_s(decode: Standing, work: Work) -> float:
+    """Between two tokens, with one sequence more; what prompts computed there take of it is spread over the answer."""
+    return decode.next_step_s + decode.waiting_s / work.num_counted
+
+
+def after_last_s(prefill: Standing, work: Work, num_uncached: int, prefill_s: float, num_cached: int) -> float:
+    """From the last computed token until a decode node that has `num_cached` blocks has all.
+
+    Blocks leave as they are computed, so that is the last chunk's, or all that a slow link could not carry meanwhile. 0
+    where the prefill node measured no link yet.
+    """
+    num_blocks = work.num_prompt_blocks - min(num_cached, work.num_prompt_blocks - 1)
+    last_blocks = min(num_blocks, -(-min(num_uncached, prefill.chunk_tokens) // work.block_tokens))
+    block_s = work.block_bytes * prefill.byte_s
+    return max(last_blocks * block_s, num_blocks * block_s - prefill_s)

@@ -221,7 +221,7 @@ class FrontDoor:
         return running if log is None else self._kept.add(request, sampling, tenant, log, running.cancel)
 
     def _flow(self, served: ServedModel, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
-        answer = Answer(served.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids)
+        answer = Answer(served.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids, index)
         state = RequestState(accepted, answer, time.monotonic())
         return Flow(
             state,
@@ -229,7 +229,7 @@ class FrontDoor:
             served.admission,
             self._limits_of(accepted.tenant),
             Lifetime(partial(self._took, state)),
-            emit=partial(running.emit, index),
+            emit=running.emit,
             on_retry=self._metrics.retried,
         )
 

@@ -101,6 +101,7 @@ class Coordinator:
         tokenizer = load_tokenizer(path)
         members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
         cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
+        cluster.foresight.on_came = self._metrics.came
         return ServedModel(
             name, Text(tokenizer, self._long_texts), cluster, _admission(config, policies, self._metrics)
         )
@@ -110,7 +111,7 @@ class Coordinator:
         model = self._models.find(name)
         model.admission.changed()
         for role in COMPUTING_ROLES:
-            self._metrics.usable_nodes(name, role, len(model.cluster.members.usable(role)))
+            self._metrics.usable_nodes(name, role, model.cluster.members.num_usable(role))
         if self._readiness is not None:
             why_not = self.door.why_not_ready()
             self._readiness.set(not why_not, why_not)

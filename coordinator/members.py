@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from coordinator.standing import Standing, standing_of
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.types import InstanceId, Role
@@ -25,20 +26,31 @@ class Member:
     last_seen: float
     num_assigned: int = 0
     num_assigned_tokens: int = 0
+    _standing: Standing | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """What it stands at now: worked out anew only after a change."""
+        known, status = self._standing, self.status
+        if (
+            known is None
+            or known.status is not status
+            or known.num_assigned != self.num_assigned
+            or known.num_assigned_tokens != self.num_assigned_tokens
+        ):
+            known = self._standing = standing_of(status, self.num_assigned, self.num_assigned_tokens)
+        return known
 
     @property
     def usable(self) -> bool:
         """Takes new work."""
-        return self._is_ready and self.status.weight > 0
+        status = self.status
+        return status.ready and not status.draining and status.weight > 0
 
     @property
     def is_cordoned(self) -> bool:
         """Ready, and takes nothing new only because its weight is 0."""
-        return self._is_ready and not self.status.weight
-
-    @property
-    def _is_ready(self) -> bool:
-        return self.status.ready and not self.status.draining
+        return self.status.ready and not self.status.draining and not self.status.weight
 
 
 class Members:
@@ -52,6 +64,7 @@ class Members:
         self._timeout_s = timeout_s
         self._min_vocab_size = min_vocab_size
         self._members: dict[InstanceId, Member] = {}
+        self._usable: dict[Role, dict[InstanceId, Member]] = {role: {} for role in Role}
 
     def join(self, info: NodeInfo, now: float) -> Member:
         """Takes a node in, not ready until its first status; what joins again replaces what it was.
@@ -64,6 +77,7 @@ class Members:
         status = replace(before.status if before else NodeStatus(), ready=False, not_ready_reason=NO_STATUS)
         member = Member(info, status, now)
         self._members[info.instance_id] = member
+        self._note(member)
         return member
 
     def past_of(self, info: NodeInfo) -> Member | None:
@@ -83,6 +97,7 @@ class Members:
         changed = member.status != told or member.num_assigned > 0
         member.status, member.last_seen = status, now
         member.num_assigned = member.num_assigned_tokens = 0
+        self._note(member)
         return changed
 
     def has(self, member: Member) -> bool:
@@ -92,11 +107,13 @@ class Members:
     def disconnect(self, member: Member) -> None:
         """Its Join stream ended. Not ready from now on, and gone in a while unless it joins again before."""
         member.status = replace(member.status, ready=False, not_ready_reason=DISCONNECTED)
+        self._note(member)
 
     def remove(self, member: Member) -> None:
         """Its process is gone."""
         if self.has(member):
             del self._members[member.info.instance_id]
+            self._usable[member.info.role].pop(member.info.instance_id, None)
 
     def expire(self, now: float) -> list[Member]:
         """Drops and returns the members that were silent for too long."""
@@ -114,12 +131,16 @@ class Members:
 
     def usable(self, role: Role) -> list[Member]:
         """Members of a role that are ready, not draining and have a weight above 0."""
-        return [member for member in self._of(role) if member.usable]
+        return list(self._usable[role].values())
+
+    def num_usable(self, role: Role) -> int:
+        """How many those are."""
+        return len(self._usable[role])
 
     @property
     def why_not_ready(self) -> str:
         """Empty while a prefill and a decode node are usable."""
-        missing = [role for role in COMPUTING_ROLES if not self.usable(role)]
+        missing = [role for role in COMPUTING_ROLES if not self.num_usable(role)]
         cordoned = [role for role in missing if any(member.is_cordoned for member in self._of(role))]
         absent = [role for role in missing if role not in cordoned]
         reasons = []
@@ -141,6 +162,16 @@ class Members:
     def model(self) -> ModelInfo | None:
         """What the prefill and decode nodes serve; None while there are none."""
         return next((member.info.model for member in self.all() if member.info.model is not None), None)
+
+    def _note(self, member: Member) -> None:
+        """Its status may have changed, if it is still a member: the usable ones are looked for far more often."""
+        if not self.has(member):
+            return
+        usable = self._usable[member.info.role]
+        if member.usable:
+            usable[member.info.instance_id] = member
+        else:
+            usable.pop(member.info.instance_id, None)
 
     def _of(self, role: Role) -> Iterable[Member]:
         return (member for member in self._members.values() if member.info.role is role)

@@ -13,6 +13,9 @@ from kvrelay.types import FinishReason, Role
 
 MAX_TENANT_LABELS = 50
 OTHER_TENANTS = "other"
+_ERRORS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+ERROR_BUCKETS = (*(-error_s for error_s in reversed(_ERRORS_S)), 0.0, *_ERRORS_S)
+RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _WAITING = (Stage.QUEUED, Stage.RESERVING)
 _RUNNING = (Stage.PREFILLING, Stage.DECODING)
 
@@ -71,6 +74,24 @@ class CoordinatorMetrics:
             "kvrelay_tenant_queued_tokens", "Tokens that those want, of prompts and max_tokens.", "tenant"
         )
         self._tenant_labels: set[str] = set()
+        self._errors_s = Histogram(
+            "kvrelay_prediction_error_seconds",
+            "What came less what was foretold when the request was placed, of ttft: until the first token, itl: "
+            "between two of an answer, in the mean.",
+            ["of"],
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self._ratios = Histogram(
+            "kvrelay_prediction_ratio",
+            "As kvrelay_prediction_error_seconds, divided.",
+            ["of"],
+            buckets=RATIO_BUCKETS,
+            registry=registry,
+        )
+        for what in ("ttft", "itl"):
+            self._errors_s.labels(what)
+            self._ratios.labels(what)
 
     def watch_circuits(self, num_open: Callable[[], int]) -> None:
         """`num_open` is called by whoever scrapes, on another thread."""
@@ -86,6 +107,11 @@ class CoordinatorMetrics:
     def usable_nodes(self, model: str, role: Role, num_nodes: int) -> None:
         """Of one of the coordinator's models."""
         self._usable_nodes.labels(model, role.value).set(num_nodes)
+
+    def came(self, what: str, foretold_s: float, came_s: float) -> None:
+        """`what` is "ttft" or "itl"."""
+        self._errors_s.labels(what).observe(came_s - foretold_s)
+        self._ratios.labels(what).observe(came_s / max(foretold_s, 1e-6))
 
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()

@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 from kvrelay.inference import GenerateEvent, RequestFailed, RequestFinished, TokensGenerated
-from kvrelay.sampling import GeneratedToken
 
 MAX_EVENT_TOKENS = 1_000  # some 240 KiB with 20 log-probabilities each; a client's gRPC takes 4 MiB unless told
 
 
-@dataclass(slots=True)
 class _Unsent:
-    """Of one answer, what came since its last event was taken or full."""
+    """Of one answer, what came since its last event was taken or full: mostly a single one, which stays as it is."""
 
-    index: int
-    tokens: list[GeneratedToken] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    __slots__ = ("events", "num_tokens")
+
+    def __init__(self, event: TokensGenerated) -> None:
+        self.events = [event]
+        self.num_tokens = len(event.tokens)
+
+    @property
+    def index(self) -> int:
+        return self.events[0].index
 
     def add(self, event: TokensGenerated) -> None:
-        self.tokens += event.tokens
-        self.texts.append(event.text)
+        self.events.append(event)
+        self.num_tokens += len(event.tokens)
 
     def event(self) -> TokensGenerated:
-        return TokensGenerated(tuple(self.tokens), "".join(self.texts), self.index)
+        if len(self.events) == 1:
+            return self.events[0]
+        tokens = tuple(token for event in self.events for token in event.tokens)
+        return TokensGenerated(tokens, "".join(event.text for event in self.events), self.index)
 
 
 class Outbox:
@@ -58,10 +64,11 @@ class Outbox:
 
     def _add(self, event: TokensGenerated) -> None:
         unsent = self._unsent.get(event.index)
-        if unsent is None or len(unsent.tokens) >= MAX_EVENT_TOKENS:
-            unsent = self._unsent[event.index] = _Unsent(event.index)
-            self._entries.append(unsent)
-        unsent.add(event)
+        if unsent is not None and unsent.num_tokens < MAX_EVENT_TOKENS:
+            unsent.add(event)
+            return
+        unsent = self._unsent[event.index] = _Unsent(event)
+        self._entries.append(unsent)
 
     def _take(self) -> GenerateEvent:
         entry = self._entries.popleft()

@@ -8,21 +8,25 @@ import time
 from dataclasses import dataclass
 
 from coordinator.admission import Admission
+from coordinator.candidates import costs_of
 from coordinator.cluster import Cluster
-from coordinator.forecast import Forecast, Work
+from coordinator.forecast import Forecast
+from coordinator.foresight import Foretold
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
-from coordinator.pair_cost import Pair, rank_pairs
+from coordinator.pair_cost import Pair, PairCosts
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
-from coordinator.router import has_slot, rank_decode, rank_prefill
+from coordinator.router import has_slot
 from coordinator.slo import Prediction
 from kvrelay.errors import KVRelayError, OverloadedError
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import ReservationGranted
-from kvrelay.types import BlockHash, Role
+from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
+
+MAX_CONSIDERED = 8  # pairs that are remembered for people to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,13 @@ class Placement:
 
     decode: Member
     granted: ReservationGranted
-    is_tail: bool  # it computes what is not cached there itself: little, or more than any prefill node could hold
+    prefill: Member | None = None  # that was best for it; None: the decode node computes what is not cached there
     num_blocks: int = 0  # set aside there for the request
+
+    @property
+    def is_tail(self) -> bool:
+        """The decode node computes what it lacks itself: little, or more than any prefill node could hold."""
+        return self.prefill is None
 
     @property
     def address(self) -> str:
@@ -77,8 +86,10 @@ class Placer:
 
     def forecast(self) -> Forecast | None:
         """What the answer would get if it were placed now; None while nothing is measured, or nowhere is it to go."""
-        pairs = self._ranked()
-        return pairs[0].forecast if pairs else None
+        pairs = self._costs().ranked()
+        if not pairs or pairs[0].forecast is None:
+            return None
+        return self._cluster.foresight.correct(pairs[0].way, pairs[0].forecast)
 
     def predict(self) -> Prediction:
         """What it would get if it entered the queue now."""
@@ -156,29 +167,43 @@ class Placer:
         return found, placement
 
     async def _ask_for_room(self) -> tuple[bool, Placement | None]:
-        hashes = self._state.hashes()
-        candidates = prefill_candidates(self._state, self._cluster, hashes)
-        slot = any(has_slot(member) for member in candidates)
-        if not slot:
+        costs = self._costs()
+        pairs = costs.ranked()
+        self._state.considered = [pair.describe() for pair in pairs[:MAX_CONSIDERED]]
+        if not costs.has_slot:
             self._why_refused.append("no prefill node has a slot")
-        # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
-        outgrown = not candidates and bool(self._cluster.members.usable(Role.PREFILL_NODE))
-        if self._state.answer.num_left == 1 and not outgrown:
-            return slot, None
-        cached = self._cluster.cached(Role.DECODE_NODE, hashes)
-        if not slot and not outgrown and not self._is_tail(max(cached.values(), default=0)):
-            return False, None  # a reservation would only idle
-        for member in self._decode_candidates(hashes):
-            granted = await self._reserve(member)
+        if self._state.answer.num_left == 1 and not costs.outgrown:
+            if costs.has_slot:
+                self._foretell(pairs[0])
+            return costs.has_slot, None
+        for pair in pairs:
+            if pair.decode is None or (pair.prefill is not None and not costs.has_slot):
+                continue  # a reservation would only idle
+            granted = await self._reserve(pair.decode)
             if granted is None:
                 continue
-            is_tail = outgrown or self._is_tail(granted.num_cached_blocks)
-            if slot or is_tail:
-                self._cluster.assigned(member, hashes)
-                return True, Placement(member, granted, is_tail, self._num_blocks_now(member))
-            self._cluster.nodes.release(member.info.address, granted.reservation_id)
-            self._cluster.withdraw(member)
+            settled = costs.pair_with(pair.decode, granted.num_cached_blocks)
+            if settled is not None and (settled.prefill is None or costs.has_slot):
+                self._assign(pair.decode, granted.num_cached_blocks, settled)
+                return True, Placement(pair.decode, granted, settled.prefill, self._num_blocks_now(pair.decode))
+            self._cluster.nodes.release(pair.decode.info.address, granted.reservation_id)
+            self._cluster.withdraw(pair.decode)
         return False, None
+
+    def _assign(self, decode: Member, num_cached_blocks: int, pair: Pair) -> None:
+        num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
+        num_tokens = max(1, len(self._state.token_ids) - num_cached) if pair.prefill is None else 0
+        self._foretell(pair)
+        self._cluster.assigned(decode, self._state.hashes(), num_tokens)
+
+    def _foretell(self, pair: Pair) -> None:
+        """Notes what the pair is expected to give, for when it shows."""
+        forecast = pair.forecast
+        if forecast is None:
+            self._state.foretold = None
+            return
+        ttft_s = self._cluster.foresight.correct_s(pair.way, forecast.ttft_s)
+        self._state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, time.monotonic())
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""
@@ -203,38 +228,11 @@ class Placer:
             self._cluster.failed(error, member)
             return None
 
-    def _decode_candidates(self, hashes: list[BlockHash]) -> list[Member]:
-        members = self._cluster.members.usable(Role.DECODE_NODE)
-        return rank_decode(
-            members,
-            self._cluster.cached(Role.DECODE_NODE, hashes),
-            num_blocks=self._state.accepted.model.layout.blocks_for(self._state.num_positions),
-            num_blocks_now=self._num_blocks_now,
-            suspects=self._cluster.suspects(members) | self._cluster.cut_off(members),
-            avoid={member.info.instance_id for member in members if (member.info.instance_id,) in self._state.avoid},
-        )
-
-    def _ranked(self) -> list[Pair]:
-        members, state = self._cluster.members, self._state
-        return rank_pairs(
-            members.usable(Role.PREFILL_NODE),
-            members.usable(Role.DECODE_NODE),
-            self._work(),
-            avoid=state.avoid,
-            num_blocks_now=self._num_blocks_now,
+    def _costs(self) -> PairCosts:
+        return costs_of(
+            *(self._state, self._cluster),
             local_tail_tokens=self._limits.local_tail_tokens,
-        )
-
-    def _work(self) -> Work:
-        state, hashes = self._state, self._state.hashes()
-        layout = state.accepted.model.layout
-        return Work(
-            num_tokens=len(state.token_ids),
-            num_positions=state.num_positions,
-            block_tokens=layout.block_tokens,
-            block_bytes=layout.slab_bytes,
-            cached_prefill=self._cluster.cached(Role.PREFILL_NODE, hashes),
-            cached_decode=self._cluster.cached(Role.DECODE_NODE, hashes),
+            num_blocks_now=self._num_blocks_now,
         )
 
     def _num_tokens_free(self) -> int:
@@ -255,24 +253,6 @@ class Placer:
     def _roles_needed(self) -> tuple[Role, ...]:
         return (Role.PREFILL_NODE,) if self._state.answer.num_left == 1 else (Role.PREFILL_NODE, Role.DECODE_NODE)
 
-    def _is_tail(self, num_cached_blocks: int) -> bool:
-        num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
-        return len(self._state.token_ids) - num_cached <= self._limits.local_tail_tokens
-
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def prefill_candidates(
-    state: RequestState, cluster: Cluster, hashes: list[BlockHash], decode: Member | None = None
-) -> list[Member]:
-    """Prefill nodes for the request as it stands, the best first; `decode` is where the KV shall go."""
-    members = cluster.members.usable(Role.PREFILL_NODE)
-    return rank_prefill(
-        members,
-        cluster.cached(Role.PREFILL_NODE, hashes),
-        num_blocks=state.accepted.model.layout.blocks_for(len(state.token_ids)),
-        suspects=cluster.suspects(members, decode=decode),
-        avoid={member.info.instance_id for member in members if state.avoids(member, decode)},
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 NUM_ADMITTED = 64  # that found room last, by which the pace is told
-MIN_ADMITTED = 4  # fewer say nothing
+MIN_ADMITTED = 2  # fewer say nothing
 
 
 class AdmittedPace:

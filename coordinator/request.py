@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
 from coordinator.circuits import Party
+from coordinator.foresight import Foretold
 from coordinator.members import Member
 from coordinator.slo import NO_TARGETS, Targets
 from coordinator.steps import Steps
@@ -71,9 +72,8 @@ class RequestState:
         self.account = Account(now)
         self.avoid: set[Party] = set()
         self.steps = Steps(accepted.request_id, now)
-        self.considered: list[str] = []  # for people: nodes of the last placement and what each was thought to cost
-        self.predicted_ttft_s = 0.0  # 0: not predicted
-        self.predicted_itl_s = 0.0
+        self.considered: list[str] = []  # for people: pairs of the last placement and what each was thought to cost
+        self.foretold: Foretold | None = None  # of the last placement; None where nothing was measured
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 from coordinator.choices import Choices
 from coordinator.event_log import EventLog
@@ -87,11 +86,11 @@ class RunningRequest:
         if self._has_begun:
             self.task.cancel()  # before its first step a task would end without a trace; that step reads the verdict
 
-    def emit(self, index: int, tokens: TokensGenerated) -> None:
+    def emit(self, tokens: TokensGenerated) -> None:
         """Counts tokens of an answer on their way to the client."""
         if tokens.tokens:
-            self._count(index, len(tokens.tokens), time.monotonic())
-        self._outbox.put(replace(tokens, index=index))
+            self._count(tokens.index, len(tokens.tokens), time.monotonic())
+        self._outbox.put(tokens)
 
     def choice_finished(self, index: int, finished: RequestFinished) -> None:
         """An answer is complete; where it is the only one, the end of the request says so."""
@@ -107,15 +106,19 @@ class RunningRequest:
         return self._outbox.events()
 
     def _count(self, index: int, num_tokens: int, now: float) -> None:
-        if not self._last_token_at:
-            self._metrics.first_token(now - self._started_at)
-        if index == 0 and self._choices is not None:
-            self._choices.note_first_token()
         last_at = self._last_token_at.get(index)
+        if last_at is None:
+            self._note_first_of(index, now)
         self._metrics.tokens(num_tokens, None if last_at is None else now - last_at)
         self._last_token_at[index] = now
         if self._tally is not None:
             self._tally.tokens(index, num_tokens, now - self._started_at, now)
+
+    def _note_first_of(self, index: int, now: float) -> None:
+        if not self._last_token_at:
+            self._metrics.first_token(now - self._started_at)
+        if index == 0 and self._choices is not None:
+            self._choices.note_first_token()
 
     async def _run(self, choices: Choices, timeout_s: float) -> None:
         try:

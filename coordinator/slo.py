@@ -6,7 +6,7 @@ What cannot is refused at once, so that the cluster computes what is of use ("ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from coordinator.forecast import Forecast
@@ -18,7 +18,7 @@ from kvrelay.inference import GenerateRequest
 LEAD_S = 1.0  # room is kept from so long before the time told; more would leave it empty
 NEWCOMERS_PART = 0.8  # of its target within which a prediction must be while others were told to come back
 MARGIN = 1.25  # what is told, of what is expected
-_MAX_TENANTS = 1_000  # whose promises are kept
+_MAX_QUEUES = 1_000  # whose promises are kept
 _SMOOTHING = 0.1  # weight of the newest answer's time in the running mean
 
 OnRefused = Callable[[str], None]  # "ttft" or "itl": the target that is out of reach
@@ -79,7 +79,7 @@ class Prediction:
 class SloAdmission:
     def __init__(self, on_refused: OnRefused = lambda target: None) -> None:
         self._on_refused = on_refused
-        self._promises: dict[str, Promises] = {}
+        self._promises: dict[Hashable, Promises] = {}
         self._answer_s = 0.0  # from the first token to the last, in the mean of late
 
     def note_answer(self, seconds: float) -> None:
@@ -87,11 +87,19 @@ class SloAdmission:
         self._answer_s += _SMOOTHING * (seconds - self._answer_s) if self._answer_s else seconds
 
     def check(
-        self, tenant: str, request_id: str, targets: Targets, prediction: Prediction, now: float, *, best_effort: bool
+        self,
+        queue: Hashable,
+        request_id: str,
+        targets: Targets,
+        prediction: Prediction,
+        now: float,
+        *,
+        best_effort: bool,
     ) -> bool:
         """Whether the targets are in reach. Where they are not, raises OverloadedError that says when they will be,
-        unless the request shall run all the same. `request_id` is the client's own, or empty."""
-        promises = self._of(tenant)
+        unless the request shall run all the same. `queue` is where it would wait, a tenant's for a model; `request_id`
+        is the client's own, or empty."""
+        promises = self._of(queue)
         kept = promises.num_kept(request_id, prediction, now, prediction.num_positions)
         is_newcomer = len(promises) > 0 and not promises.waits_for(request_id, now)
         part = NEWCOMERS_PART if is_newcomer else 1.0
@@ -130,11 +138,11 @@ class SloAdmission:
         )
         return _Refusal("itl", why, (1 - limit_s * NEWCOMERS_PART / itl_s) * self._answer_s)
 
-    def _of(self, tenant: str) -> Promises:
-        """Of many tenants the one that is longest unheard of is forgotten."""
-        promises = self._promises.pop(tenant, None) or Promises(LEAD_S)
-        self._promises[tenant] = promises
-        if len(self._promises) > _MAX_TENANTS:
+    def _of(self, queue: Hashable) -> Promises:
+        """Of many queues the one that is longest unheard of is forgotten."""
+        promises = self._promises.pop(queue, None) or Promises(LEAD_S)
+        self._promises[queue] = promises
+        if len(self._promises) > _MAX_QUEUES:
             del self._promises[next(iter(self._promises))]
         return promises
 

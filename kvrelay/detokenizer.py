@@ -20,7 +20,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TokenBytes, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._undecoded = b""  # the start of a character so far
         self._matchers = [_StopMatcher(text) for text in stop]
         self._held = ""  # decoded, but the start of a stop string so far
         self.stopped: str | None = None
@@ -30,12 +30,20 @@ class Detokenizer:
 
         With `may_stop` False (tokens before `min_tokens`) its text is no part of any stop string.
         """
-        return self._advance(self._decoder.decode(self._tokenizer.token_bytes(token_id)), may_stop)
+        text = self._decode(self._tokenizer.token_bytes(token_id), final=False)
+        return self._advance(text, may_stop) if self._matchers else text
 
     def flush(self) -> str:
         """The rest, at the end of the answer: an unfinished character becomes one U+FFFD, held text is released."""
-        rest = self._advance(self._decoder.decode(b"", final=True), may_stop=True)
+        rest = self._advance(self._decode(b"", final=True), may_stop=True)
         return rest + self._release()
+
+    def _decode(self, more: bytes, *, final: bool) -> str:
+        """As an incremental decoder of the standard library, without its layers: this runs for every token."""
+        pending = self._undecoded + more
+        text, num_decoded = codecs.utf_8_decode(pending, "replace", final)
+        self._undecoded = pending[num_decoded:]
+        return text
 
     def _advance(self, text: str, may_stop: bool) -> str:
         if self.stopped is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 FORGET = 0.98  # weight of all earlier samples of a line beside the next one: about the last fifty count
-SPREAD = 0.25  # variance of x from which samples tell more of a line's slope than what was known before
-OUTLIER = 4.0  # a sample counts with at most so many times what the line says: a pause is not the work's
+SPREAD = 0.25  # variance of x, a count, from which samples tell more of a line's slope than what was known before
+OUTLIER = 4.0  # a piece counts with at most so many times what the others say: a pause is not the work's
+SMALL = 1 / 16  # of a rate's half amount: a smaller piece may take as long as that for reasons of its own
 NUM_TRUSTED = 8  # samples from which on there is a line to hold the next one against
 
 
@@ -26,6 +27,8 @@ class WorkRate:
         """`amount` took `seconds`. What is not above 0, or no number, says nothing."""
         if not (0 < amount < math.inf and 0 < seconds < math.inf):
             return
+        if self._amount > self._half_amount:
+            seconds = min(seconds, OUTLIER * max(amount, SMALL * self._half_amount) / self.per_s)
         kept = 0.5 ** (amount / self._half_amount)
         self._amount = kept * self._amount + amount
         self._seconds = kept * self._seconds + seconds
@@ -43,8 +46,9 @@ class Line:
     stays what it was and the base follows.
     """
 
-    def __init__(self, slope: float = 0.0) -> None:
-        """`slope` is what to believe before x has varied."""
+    def __init__(self, slope: float = 0.0, spread: float = SPREAD) -> None:
+        """`slope` is what to believe before x has varied, which is by a variance of `spread` or more."""
+        self._spread = spread
         self.base = 0.0
         self.slope = slope
         self.num_samples = 0
@@ -72,7 +76,7 @@ class Line:
         self._mean_y += part * dy
         self._var_x = (1 - part) * (self._var_x + part * dx * dx)
         self._cov = (1 - part) * (self._cov + part * dx * dy)
-        slope = (self._cov + SPREAD * self.slope) / (self._var_x + SPREAD)
+        slope = (self._cov + self._spread * self.slope) / (self._var_x + self._spread)
         # A base below 0 is none: the line through the origin then. A slope of no more than that keeps the mean.
         most = self._mean_y / self._mean_x if self._mean_x > 0 else slope
         self.slope = min(max(0.0, slope), most)

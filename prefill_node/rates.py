@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrelay.cluster import NodeRates
 from kvrelay.rates import WorkRate
 
-HALF_TOKENS = 4096
+HALF_TOKENS = 2048
 HALF_BYTES = 64 * 2**20
 
 

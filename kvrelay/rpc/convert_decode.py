@@ -80,10 +80,13 @@ def decode_event_to_pb(event: TokensDecoded | DecodeFinished) -> decode_pb2.Deco
 
 
 def decode_event_from_pb(wire: decode_pb2.DecodeEvent) -> TokensDecoded | DecodeFinished:
-    if wire.WhichOneof("event") == "tokens":
-        check(len(wire.tokens.token_ids) > 0, "a TokensDecoded event without tokens")
-        return TokensDecoded(tokens_from_pb(wire.tokens.token_ids, wire.tokens.logprobs))
-    check(wire.WhichOneof("event") == "finished", "a DecodeEvent that says nothing")
+    kind = wire.WhichOneof("event")
+    if kind == "tokens":
+        tokens = wire.tokens
+        taken = tokens_from_pb(tokens.token_ids, tokens.logprobs)
+        check(len(taken) > 0, "a TokensDecoded event without tokens")
+        return TokensDecoded(taken)
+    check(kind == "finished", "a DecodeEvent that says nothing")
     finished = wire.finished
     return DecodeFinished(
         finish_reason_from_pb(finished.reason), cached_tokens_from_pb(finished.cached), finished.compute_s

@@ -144,8 +144,13 @@ def generate_event_to_pb(event: GenerateEvent) -> inference_pb2.GenerateEvent:
             return inference_pb2.GenerateEvent(accepted=accepted)
         case TokensGenerated():
             ids, logprobs = tokens_to_pb(event.tokens)
-            tokens = inference_pb2.TokensGenerated(token_ids=ids, text=event.text, logprobs=logprobs, index=event.index)
-            return inference_pb2.GenerateEvent(tokens=tokens)
+            wire = inference_pb2.GenerateEvent()
+            tokens = wire.tokens  # filled in place: setting a message that is made apart copies it
+            tokens.token_ids.extend(ids)
+            tokens.text, tokens.index = event.text, event.index
+            if logprobs:
+                tokens.logprobs.extend(logprobs)
+            return wire
         case ChoiceFinished():
             choice = inference_pb2.ChoiceFinished(
                 index=event.index,

@@ -7,7 +7,7 @@ InvalidRequestError. An unset message field becomes its dataclass's default.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar, get_args
 
 from google.protobuf.message import DecodeError, Message
@@ -129,12 +129,11 @@ def tokens_to_pb(
     return ids, logprobs
 
 
-def tokens_from_pb(token_ids: Iterable[int], logprobs: Iterable[types_pb2.StepLogprobs]) -> tuple[GeneratedToken, ...]:
-    ids, steps = tuple(token_ids), [step_logprobs_from_pb(wire) for wire in logprobs]
-    if not steps:
-        return tuple(GeneratedToken(token_id) for token_id in ids)
-    check(len(steps) == len(ids), f"{len(ids)} token ids came with {len(steps)} log-probabilities")
-    return tuple(map(GeneratedToken, ids, steps))
+def tokens_from_pb(token_ids: Sequence[int], logprobs: Sequence[types_pb2.StepLogprobs]) -> tuple[GeneratedToken, ...]:
+    if not logprobs:
+        return tuple(map(GeneratedToken, token_ids))
+    check(len(logprobs) == len(token_ids), f"{len(token_ids)} token ids came with {len(logprobs)} log-probabilities")
+    return tuple(map(GeneratedToken, token_ids, map(step_logprobs_from_pb, logprobs)))
 
 
 def first_token_from_pb(wire: prefill_pb2.PrefillFinished | decode_pb2.HandoffEnd) -> GeneratedToken:

@@ -21,6 +21,7 @@ RANKS = {
     "kvrelay.duration": 0,
     "kvrelay.errors": 0,
     "kvrelay.limits": 0,
+    "kvrelay.rates": 0,
     "kvrelay.config": 0,
     "kvrelay.log": 0,
     "kvrelay.metrics": 0,

@@ -28,12 +28,21 @@ def test_work_done_counts_half_once_as_much_as_the_half_amount_was_done_after_it
 
 
 def test_a_small_slow_piece_counts_as_little_as_it_is() -> None:
-    """Steps of 512 tokens in 0.5 s and of one in 0.02 s: 513 tokens in 0.52 s, not the mean of two rates."""
+    """Steps of 512 tokens in 0.5 s and of one in 0.02 s: 513 in 0.52 s, not the mean of 1,024 and 50 a second."""
     rate = WorkRate(half_amount=4_096)
     for _ in range(40):
         rate.add(1, 0.02)
         rate.add(512, 0.5)
     assert rate.per_s == pytest.approx(513 / 0.52, rel=0.01)
+
+
+def test_one_pause_moves_a_rate_little() -> None:
+    """512 tokens at 1,024 a second that take 60 s for once count as four times their 0.5 s."""
+    rate = WorkRate(half_amount=2_048)
+    for _ in range(40):
+        rate.add(512, 0.5)
+    rate.add(512, 60.0)
+    assert 650 < rate.per_s < 750
 
 
 @pytest.mark.parametrize("odd", NO_NUMBERS)

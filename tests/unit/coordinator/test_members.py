@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coordinator.members import Members
+from coordinator.members import Member, Members
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.kv.layout import KVLayout
@@ -154,3 +156,35 @@ def test_nonsense_is_refused() -> None:
         members.join(replace(node(), address=""), now=0.0)
     members.join(node("store", Role.KVSTORE, model=None), now=0.0)
     assert members.model is None
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["join", "tell", "disconnect", "remove"]),
+        st.sampled_from(["one", "two", "three"]),
+        st.sampled_from([READY, replace(READY, draining=True), replace(READY, weight=0.0), NodeStatus()]),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_the_usable_ones_are_those_members_that_say_so(steps: list[tuple[str, str, NodeStatus]]) -> None:
+    """Also when streams of members that are none any more tell, or end, late."""
+    members, known = Members(timeout_s=3.0), dict[str, list[Member]]()
+    for number, (step, name, status) in enumerate(steps):
+        role = Role.PREFILL_NODE if name == "one" else Role.DECODE_NODE
+        if step == "join":
+            known.setdefault(name, []).append(members.join(node(name, role), float(number)))
+        for member in known.get(name, []):
+            if step == "tell" and members.has(member):
+                members.update(member, status, float(number))
+            elif step == "disconnect":
+                members.disconnect(member)
+            elif step == "remove":
+                members.remove(member)
+        for each in (Role.PREFILL_NODE, Role.DECODE_NODE):
+            expected = [one for one in members.all() if one.info.role is each and one.usable]
+            found = sorted(members.usable(each), key=lambda one: one.info.instance_id)
+            assert found == sorted(expected, key=lambda one: one.info.instance_id)
+            assert members.num_usable(each) == len(expected)

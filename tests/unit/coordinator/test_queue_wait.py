@@ -17,10 +17,10 @@ def test_the_pace_is_of_the_time_in_which_room_lacked() -> None:
     pace = AdmittedPace()
     pace.admitted(10_000, 1.0)  # nothing was refused room: it says nothing
     pace.begin(10.0)
-    for second in (11, 12, 13):
+    pace.admitted(50, 11.0)
+    assert pace.tokens_per_s(11.0) is None, "too few"
+    for second in (12, 13, 14):
         pace.admitted(50, second)
-    assert pace.tokens_per_s(13.0) is None, "too few"
-    pace.admitted(50, 14.0)
     assert pace.tokens_per_s(14.0) == 50.0
     pace.end(14.0)
     assert pace.tokens_per_s(1_000.0) == 50.0, "a quiet hour is not slow"

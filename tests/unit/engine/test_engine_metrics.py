@@ -29,6 +29,7 @@ def test_a_node_is_read_when_scraped() -> None:
         'kvrelay_kv_blocks{state="reserved"} 2.0',
         'kvrelay_kv_blocks{state="held"} 3.0',
         'kvrelay_kv_blocks{state="cached"} 4.0',
+        "kvrelay_node_weight 1.0",
         "kvrelay_kv_evictions_total 7.0",
         "kvrelay_requests_running 5.0",
         "kvrelay_requests_waiting 6.0",

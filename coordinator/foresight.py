@@ -1,0 +1,67 @@
+"""What was foretold of requests against what came: told to whoever counts, and learned from. Pure.
+
+What is worked out from rates leaves things out: the hops between processes, what else a machine does. So for each way
+to a first token the line from what was worked out to what came is kept, and applied from a few requests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from coordinator.forecast import Forecast
+from kvrelay.rates import NUM_TRUSTED, Line
+
+SPREAD_S2 = 0.01  # of forecasts (0.1 s, squared), from which on they show more than that all are late alike
+MOST = 4.0  # times what was worked out, at most, and an eighth of a second: something was out of order then
+MOST_S = 0.125
+
+
+class Way(Enum):
+    """To the first token."""
+
+    HANDOFF = "handoff"  # computed on a prefill node, and handed over
+    TAIL = "tail"  # computed on the decode node
+    ALONE = "alone"  # computed on a prefill node, and that is all
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """Of a request that was just placed. Times are the caller's clock's."""
+
+    way: Way
+    worked_out_s: float  # until the first token, by rates alone
+    ttft_s: float  # the same, corrected
+    itl_s: float
+    at: float
+
+
+OnCame = Callable[[str, float, float], None]  # "ttft" or "itl", what was foretold and what came, in seconds
+
+
+class Foresight:
+    def __init__(self, on_came: OnCame = lambda what, foretold_s, came_s: None) -> None:
+        self.on_came = on_came
+        self._lines = {way: Line(slope=1.0, spread=SPREAD_S2) for way in Way}
+
+    def correct_s(self, way: Way, worked_out_s: float) -> float:
+        """Until the first token, by what came of others."""
+        line = self._lines[way]
+        return line.at(worked_out_s) if line.num_samples >= NUM_TRUSTED else worked_out_s
+
+    def correct(self, way: Way, forecast: Forecast) -> Forecast:
+        """What is added or taken is counted as computing: what it is is not known."""
+        more_s = self.correct_s(way, forecast.ttft_s) - forecast.ttft_s
+        return replace(forecast, ttft_s=forecast.ttft_s + more_s, prefill_s=forecast.prefill_s + more_s)
+
+    def first_token(self, foretold: Foretold, now: float) -> None:
+        came_s = now - foretold.at
+        most_s = MOST * foretold.worked_out_s + MOST_S
+        self._lines[foretold.way].add(foretold.worked_out_s, min(came_s, most_s))
+        self.on_came("ttft", foretold.ttft_s, came_s)
+
+    def ended(self, foretold: Foretold, itl_s: float) -> None:
+        """The mean time between two tokens of the whole answer."""
+        if foretold.itl_s > 0:
+            self.on_came("itl", foretold.itl_s, itl_s)

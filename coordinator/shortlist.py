@@ -1,0 +1,122 @@
+"""The few nodes of a role of which pairs are worth making, out of a thousand. Pure.
+
+Every node is looked at, so this is written for speed: half a microsecond a node. What it leaves out is how the two
+nodes of a pair bear on each other, which `coordinator.pair_cost` puts in for the few.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+
+from coordinator.circuits import Party
+from coordinator.forecast import Work, after_last_s, tokens_before
+from coordinator.members import Member
+from kvrelay.types import InstanceId
+
+NUM_BEST = 8
+
+# Added to the cost of what shall come after all others. Of two kinds together the greater one decides.
+BUSY_S = 1e6  # no slot, no room
+SUSPECT_S = 1e8  # failed others lately
+AVOIDED_S = 1e10  # failed this very answer
+
+Scored = tuple[float, int, InstanceId, Member]
+
+
+class _Uncached(dict[int, int]):
+    """Tokens to compute by blocks cached: of many nodes few numbers differ."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __missing__(self, num_cached: int) -> int:
+        self[num_cached] = num_uncached = self._work.num_uncached(num_cached)
+        return num_uncached
+
+
+def best_prefill(
+    members: Sequence[Member],
+    work: Work,
+    usual_s: float,
+    suspects: Collection[Party],
+    avoid: Collection[Party],
+    num_best: int = NUM_BEST,
+) -> list[Member]:
+    """By when each would have computed the prompt, the best first; `usual_s` is what a token takes a node that has not
+    measured it. Of equals the least loaded."""
+    uncached = _Uncached(work)
+    cached, num_tokens = work.cached_prefill, work.num_tokens
+    scored: list[Scored] = []
+    for member in members:
+        node, instance_id = member.standing, member.info.instance_id
+        num_uncached = uncached[cached[instance_id]] if instance_id in cached else num_tokens
+        before: float = node.waiting_tokens
+        if before > num_uncached * node.num_requests:
+            before = tokens_before(node, num_uncached)
+        cost_s = (num_uncached + before) * (node.token_s or usual_s) / node.weight
+        if not node.has_slot:
+            cost_s += BUSY_S
+        scored.append((cost_s, node.num_requests, instance_id, member))
+    return _least(scored, suspects, avoid, num_best)
+
+
+def best_decode(
+    members: Sequence[Member],
+    work: Work,
+    prefill: Member | None,
+    usual_s: float,
+    num_blocks_now: Callable[[Member], int],
+    suspects: Collection[Party],
+    avoid: Collection[Party],
+    *,
+    may_compute: bool,
+) -> list[Member]:
+    """By what each costs with the best prefill node, if there is one; or by itself, if it has measured what prompts
+    take and they `may_compute`. The best first, of equals the least loaded.
+
+    `num_blocks_now` looks at nothing of a node but its limits' `reserve_output_tokens`.
+    """
+    uncached = _Uncached(work)
+    cached, num_counted = work.cached_decode, work.num_counted
+    num_blocks: dict[int, int] = {}  # to set aside now, by what nodes set aside of an answer
+    handed_over: dict[int, float] = {}  # what that costs, by blocks cached
+    scored: list[Scored] = []
+    for member in members:
+        node, instance_id = member.standing, member.info.instance_id
+        num_cached = cached.get(instance_id, 0)
+        if num_cached not in handed_over:
+            handed_over[num_cached] = _handed_over_s(prefill, work, usual_s, num_cached)
+        own_s = node.answer_token_s * num_counted + node.waiting_s
+        cost_s = own_s / node.weight + handed_over[num_cached]
+        if may_compute and node.token_s:
+            num_uncached = uncached[num_cached]
+            tail_s = num_uncached * node.token_s * (1 + node.num_rows) + node.waiting_s
+            tail_s -= num_uncached // -node.prompt_budget * node.step_s
+            cost_s = min(cost_s, (own_s + tail_s) / node.weight)
+        if node.reserve_output_tokens not in num_blocks:
+            num_blocks[node.reserve_output_tokens] = num_blocks_now(member)
+        if num_blocks[node.reserve_output_tokens] - num_cached > node.num_available:
+            cost_s += BUSY_S
+        scored.append((cost_s, node.num_requests, instance_id, member))
+    return _least(scored, suspects, avoid, NUM_BEST)
+
+
+def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cached: int) -> float:
+    """BUSY_S where there is no prefill node: less than any of a kind, the same for all."""
+    if prefill is None:
+        return BUSY_S
+    node = prefill.standing
+    token_s = node.token_s or usual_s
+    num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
+    ready_s = (num_uncached + tokens_before(node, num_uncached)) * token_s
+    return (ready_s + after_last_s(node, work, num_uncached, num_uncached * token_s, num_cached)) / node.weight
+
+
+def _least(scored: list[Scored], suspects: Collection[Party], avoid: Collection[Party], num_best: int) -> list[Member]:
+    if suspects or avoid:
+        scored = [
+            (cost_s + SUSPECT_S * ((name,) in suspects) + AVOIDED_S * ((name,) in avoid), load, name, member)
+            for cost_s, load, name, member in scored
+        ]
+    return [member for *_, member in heapq.nsmallest(num_best, scored)]

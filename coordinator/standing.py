@@ -1,0 +1,88 @@
+"""What a node's status comes to for whoever thinks of sending it a request: worked out once a status. Pure.
+
+A placement looks at every node, so what it needs of each lies ready in plain numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvrelay.cluster import NodeStatus
+from kvrelay.limits import DecodeLimits, PrefillLimits
+
+_NO_LIMIT = 2**31  # of a node that did not tell
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Of one node. Seconds are 0 where it measured nothing; counts include what was sent since its last status."""
+
+    status: NodeStatus
+    num_assigned: int
+    num_assigned_tokens: int
+    has_slot: bool  # it would take one more request now
+    num_blocks: int  # of its pool
+    weight: float
+    token_s: float  # to compute one token of a prompt
+    byte_s: float  # to hand over one byte
+    num_requests: int  # that run, wait or are on their way
+    waiting_tokens: int  # of prompts, to be computed before a new one's, all told
+    waiting_s: float  # that those take; 0 where it is not known what a token takes
+    max_batched_tokens: int
+    # Of prefill nodes
+    chunk_tokens: int
+    max_prefills: int
+    # Of decode nodes: a step of its sequences, as it is and with one more
+    step_s: float
+    next_step_s: float
+    num_rows: int  # in a step
+    answer_token_s: float  # what a token of an answer costs: one more sequence, and those beside it, held up
+    prompt_budget: int  # tokens of prompts in a step
+    num_available: int  # blocks
+    reserve_output_tokens: int  # of DecodeLimits
+
+
+def standing_of(status: NodeStatus, num_assigned: int, num_assigned_tokens: int) -> Standing:
+    """Of a node that was sent so many requests, with so many tokens to compute, since its last status."""
+    rates, limits = status.rates, status.limits
+    max_batch = limits.max_batch if isinstance(limits, DecodeLimits) else _NO_LIMIT
+    num_requests = status.num_running + status.num_waiting + status.num_reservations + num_assigned
+    num_rows = min(num_requests, max_batch)
+    step_s, row_s = _known(rates.step_s), _known(rates.step_row_s)
+    next_step_s = step_s + row_s * min(num_requests + 1, max_batch)
+    crowding = max(0, num_requests + 1 - max_batch) / max_batch  # batches that wait for a place in the batch
+    token_s = _inverse(rates.prefill_tokens_per_s)
+    waiting_tokens = status.num_waiting_tokens + num_assigned_tokens
+    max_batched_tokens = limits.max_batched_tokens if limits is not None else _NO_LIMIT
+    return Standing(
+        status=status,
+        num_assigned=num_assigned,
+        num_assigned_tokens=num_assigned_tokens,
+        has_slot=status.num_slots_free > num_assigned,
+        num_blocks=status.blocks.total,
+        weight=status.weight,
+        token_s=token_s,
+        byte_s=_inverse(rates.handoff_bytes_per_s),
+        num_requests=num_requests,
+        waiting_tokens=waiting_tokens,
+        waiting_s=waiting_tokens * token_s,
+        max_batched_tokens=max_batched_tokens,
+        chunk_tokens=limits.chunk_tokens if isinstance(limits, PrefillLimits) else _NO_LIMIT,
+        max_prefills=limits.max_prefills if isinstance(limits, PrefillLimits) else _NO_LIMIT,
+        step_s=step_s + row_s * num_rows if num_rows else 0.0,
+        next_step_s=next_step_s,
+        num_rows=num_rows,
+        answer_token_s=next_step_s * (1 + crowding) + num_rows * row_s,
+        prompt_budget=max(1, max_batched_tokens - num_rows),
+        num_available=status.blocks.available,
+        reserve_output_tokens=limits.reserve_output_tokens if isinstance(limits, DecodeLimits) else 0,
+    )
+
+
+def _known(seconds: float) -> float:
+    return seconds if 0 < seconds < math.inf else 0.0
+
+
+def _inverse(rate: float) -> float:
+    return _known(1.0 / rate) if 0 < rate < math.inf else 0.0
