@@ -31,7 +31,10 @@ class CoordinatorConfig(RoleConfig):
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)
     local_tail_tokens: int = option(
-        32, "prompt tokens not cached on the decode node up to which it computes them itself", minimum=0
+        32,
+        "prompt tokens not cached on the decode node up to which it computes them itself while it has not measured how "
+        "fast it does; then what costs less is done; 0: it never computes prompts",
+        minimum=0,
     )
     # A node that is gone is found in less than 5 s by its broken streams. This is for one that hangs, and longer than
     # an interpreter may be busy: meanwhile keepalive, answered below it, says that all is well.

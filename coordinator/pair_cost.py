@@ -34,6 +34,13 @@ class Pair:
     forecast: Forecast | None  # by rates alone; None while nothing is measured
     cost_s: float = 0.0  # 0 while nothing is measured
 
+    def __str__(self) -> str:
+        """For people."""
+        names = " and ".join(member.info.address for member in (self.prefill, self.decode) if member is not None)
+        if self.forecast is None:
+            return f"{names}: not measured yet"
+        return f"{names}: first token in {self.forecast.ttft_s:.3g} s, cost {self.cost_s:.3g} s"
+
     @property
     def way(self) -> Way:
         """To the first token."""

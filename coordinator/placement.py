@@ -151,6 +151,7 @@ class Placer:
         pairs = costs.ranked()
         if self._state.answer.num_left == 1 and not costs.outgrown:
             if costs.has_slot:
+                self._state.considered = [str(pair) for pair in pairs]
                 self._foretell(pairs[0])
             return costs.has_slot, None
         for pair in pairs:
@@ -161,6 +162,7 @@ class Placer:
                 continue
             settled = costs.pair_with(pair.decode, granted.num_cached_blocks)
             if settled is not None and (settled.prefill is None or costs.has_slot):
+                self._state.considered = [str(other) for other in pairs]
                 self._assign(pair.decode, granted.num_cached_blocks, settled)
                 return True, Placement(pair.decode, granted, settled.prefill)
             self._cluster.nodes.release(pair.decode.info.address, granted.reservation_id)
@@ -169,18 +171,21 @@ class Placer:
 
     def _assign(self, decode: Member, num_cached_blocks: int, pair: Pair) -> None:
         num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
-        num_tokens = max(1, len(self._state.token_ids) - num_cached) if pair.prefill is None else 0
+        num_tokens = max(1, self._state.num_tokens - num_cached) if pair.prefill is None else 0
         self._foretell(pair)
         self._cluster.assigned(decode, self._state.hashes(), num_tokens)
 
     def _foretell(self, pair: Pair) -> None:
         """Notes what the pair is expected to give, for when it shows."""
-        forecast = pair.forecast
+        state, forecast, now = self._state, pair.forecast, time.monotonic()
         if forecast is None:
-            self._state.foretold = None
+            state.foretold = None
             return
         ttft_s = self._cluster.foresight.correct_s(pair.way, forecast.ttft_s)
-        self._state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, time.monotonic())
+        state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, now)
+        if not state.answer.token_ids:
+            state.predicted_ttft_s = now - state.account.accepted_at + ttft_s
+            state.predicted_itl_s = forecast.itl_s
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""
@@ -212,7 +217,7 @@ class Placer:
         """What a decode node sets aside for the request when it admits it, by the limits it told."""
         num_tokens, limits = self._state.num_positions, member.status.limits
         if isinstance(limits, DecodeLimits):
-            num_tokens = limits.num_reserved(len(self._state.token_ids), num_tokens)
+            num_tokens = limits.num_reserved(self._state.num_tokens, num_tokens)
         return self._state.accepted.model.layout.blocks_for(num_tokens)
 
     def _roles_needed(self) -> tuple[Role, ...]:

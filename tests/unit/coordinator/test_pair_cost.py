@@ -176,6 +176,12 @@ def test_what_the_decode_node_turns_out_to_have_settles_who_computes() -> None:
     assert names([settled]) == [("-", "d1")]
 
 
+def test_a_pair_says_what_it_is_thought_to_cost() -> None:
+    ranked = rank_pairs([prefill_node()], [decode_node(step_s=0.01)], work())
+    assert [str(pair) for pair in ranked] == ["p1 and d1: first token in 1 s, cost 1.64 s"]
+    assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "p1 and d1: not measured yet"
+
+
 def test_all_prefill_nodes_stand_in_line_for_a_retry() -> None:
     prefill = [prefill_node("p1"), prefill_node("p2", running=1, waiting_tokens=50), prefill_node("p3", slots=0)]
     costs = PairCosts(prefill, [decode_node()], work(), avoid={(P1, D1)})
