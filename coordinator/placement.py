@@ -14,7 +14,8 @@ from coordinator.forecast import Forecast
 from coordinator.foresight import Foretold
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
-from coordinator.pair_cost import Pair, PairCosts
+from coordinator.pair import Pair
+from coordinator.pair_cost import PairCosts
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from kvrelay.errors import KVRelayError, OverloadedError
