@@ -6,13 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-TESTS ?= tests/unit tests/integration tests/e2e
+TESTS ?= tests/e2e tests/integration tests/unit  # longest files first, so that both workers are busy to the end
 NOTHING_COLLECTED := 5  # pytest's exit code
 KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_pointwise_triton.py tests/unit/model/test_kernels_compile.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv native up test test-gpu test-kernels chaos lint fmt fmt-check type check proto config-table
-.PHONY: bench bench-engine bench-handoff bench-store bench-peers bench-gpu clean
+.PHONY: bench bench-engine bench-handoff bench-store bench-sim bench-peers bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other sh
 
 test: $(INSTALLED)  ## run every test that needs no GPU, two files at a time; TESTS=tests/unit for some
 	@$(BIN)/kvrelay fetch-model
-	$(BIN)/python -m pytest -m "not gpu and not alone" -n 2 --dist loadfile $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
+	$(BIN)/python scripts/run_tests.py -m "not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
 	$(BIN)/python -m pytest -m "not gpu and alone" $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own on it
@@ -80,6 +80,9 @@ bench-handoff: $(INSTALLED)  ## measure how KV moves between processes, and what
 
 bench-store: $(INSTALLED)  ## measure the KV store: what it gives, what that is worth to a request, what it costs; ARGS="--quick"
 	$(BIN)/python -m bench.store $(ARGS)
+
+bench-sim: $(INSTALLED)  ## compare policies on public traces and up to 1,000 nodes, in virtual time; ARGS="--quick"
+	$(BIN)/python -m bench.sim $(ARGS)
 
 bench-peers:  ## make the peers' environments (5 GB); ARGS="mooncake" for some of them
 	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)

@@ -198,7 +198,7 @@ class Attempt:
         """`number` counts the attempts to fill one reservation."""
         num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
         num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
-        self._cluster.assigned(member, hashes, max(1, len(self._state.token_ids) - num_cached))
+        self._cluster.assigned(member, hashes, max(1, self._state.num_tokens - num_cached))
         link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
         with self._cluster.trying(member), link:
             return await self._read_prefill(member, placement, number)

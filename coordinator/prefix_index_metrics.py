@@ -34,7 +34,7 @@ class PrefixIndexCollector(Collector):
             )
         )
         for role in self._indexes[0]:
-            indexes = [one[role] for one in self._indexes]
+            indexes = [of_model[role] for of_model in self._indexes]
             blocks.add_metric([role.value], sum(index.num_blocks for index in indexes))
             told.add_metric([role.value], sum(index.num_told for index in indexes))
             dropped.add_metric([role.value], sum(index.num_dropped for index in indexes))

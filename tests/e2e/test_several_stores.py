@@ -54,7 +54,7 @@ async def fill(cluster: Cluster, client: AsyncClient, reference: ReferenceEngine
     assert await ask_all(client, reference) == 0
     blocks = NUM_PROMPT_BLOCKS * len(PROMPTS)
     prefill = cluster.prefill[0]
-    await wait_until(lambda: prefill.metric("kvrelay_store_offloaded_total") >= blocks, 20.0, "all is offloaded")
+    await wait_until(lambda: prefill.metric("kvrelay_store_offloaded_total") >= blocks, 60.0, "all is offloaded")
 
 
 @contextmanager

@@ -35,9 +35,13 @@ async def test_what_is_warmed_outlives_the_nodes_and_what_is_evicted_does_not(
         return answer.finished.usage.cached.total
 
     def restart_nodes() -> None:
-        for node in (*cluster.prefill, *cluster.decode):
+        nodes = (*cluster.prefill, *cluster.decode)
+        for node in nodes:
             node.stop()
-            node.restart()
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.wait_ready()
 
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"text": SYSTEM_TEXT}) + "\n")

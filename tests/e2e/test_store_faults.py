@@ -97,7 +97,7 @@ async def fill_store(cluster: ProxiedCluster, client: AsyncClient, reference: Re
         await ask_all(client, reference)
         blocks = NUM_PROMPT_BLOCKS * len(PROMPTS)
         await wait_until(
-            lambda: prefill.metric("kvrelay_store_offloaded_total") >= blocks, 20.0, "the prompts are in the store"
+            lambda: prefill.metric("kvrelay_store_offloaded_total") >= blocks, 60.0, "the prompts are in the store"
         )
 
 
@@ -132,7 +132,9 @@ async def test_what_came_of_each_load_is_counted(
     cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
 ) -> None:
     await fill_store(cluster, client, reference)
-    before = cluster.prefill[0].metric(OUTCOMES)
+    prefill = cluster.prefill[0]
+    before = prefill.metric(OUTCOMES)
     await ask_all(client, reference)
-    assert cluster.prefill[0].metric(OUTCOMES) - before == len(PROMPTS)
+    await wait_until(lambda: prefill.metric(OUTCOMES) - before >= len(PROMPTS), 60.0, "every load has ended")
+    assert prefill.metric(OUTCOMES) - before == len(PROMPTS)
     assert cluster.prefill[0].metric("kvrelay_store_load_seconds_count") >= len(PROMPTS)

@@ -21,7 +21,7 @@ NUM_NODES = 2
 PROMPT_TOKENS = 200
 REUSABLE_BLOCKS = 12  # of 16 tokens: the last block of a prompt, full or not, is always computed
 ANSWER_TOKENS = 8
-STORED_S = 20.0
+STORED_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -167,9 +167,9 @@ async def test_requests_that_wait_when_every_decode_node_comes_back_are_served_a
     for node in cluster.decode:
         node.start()
     prompts = [prompt(100, 8100 + number) for number in range(8)]
-    async with asyncio.timeout(40):  # far below the 60 s that a request may wait for room
-        asking = [asyncio.create_task(ask_until_served(client, prompt_ids, 8)) for prompt_ids in prompts]
-        await asyncio.gather(*(asyncio.to_thread(node.wait_ready) for node in cluster.decode))
+    asking = [asyncio.create_task(ask_until_served(client, prompt_ids, 8)) for prompt_ids in prompts]
+    await asyncio.gather(*(asyncio.to_thread(node.wait_ready) for node in cluster.decode))
+    async with asyncio.timeout(40):  # below the 60 s that a request may wait for room
         answers = await asyncio.gather(*asking)
     await asyncio.gather(*running_ones, return_exceptions=True)
     for prompt_ids, answer in zip(prompts, answers, strict=True):

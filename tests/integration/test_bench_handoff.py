@@ -23,7 +23,7 @@ from kvrelay.types import BlockId
 
 LAYOUT = LAYOUTS["135M"]
 NUM_BLOCKS = 4
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.parametrize("bytes_per_s", [FULL, 50e6])

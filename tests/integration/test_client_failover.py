@@ -177,11 +177,12 @@ async def test_several_answers_go_on_too() -> None:
             assert tuple(token.token_id for event in mine for token in event.tokens) == ANSWER_IDS[:10]
 
 
-async def test_another_answer_is_an_error_and_not_glued_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_answer_is_an_error_and_not_glued_to_the_first() -> None:
     async with several_ends(2) as (first, second), client_of(first.address, second.address) as client:
         reading = Reading(client)
         await reading.until_tokens(first.decode[0])
-        monkeypatch.setattr("tests.support.fake_nodes.ANSWER_IDS", tuple(reversed(ANSWER_IDS)))
+        for node in first.nodes:
+            node.answer_ids = tuple(reversed(ANSWER_IDS))
         await first.app.drain(0.0)
         first.decode[0].at["token"].let_go()
         with pytest.raises(AnswerDiffersError, match="token 0 of answer 0 is 2 and was 54"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvrelay.errors import (
     OverloadedError,
     UnavailableError,
 )
+from kvrelay.kv.circuit import Circuit
 from kvrelay.types import InstanceId
 from tests.support.coordinator_ends import TIMEOUT_S, Ends, ends, greedy
 from tests.support.fake_nodes import ANSWER_IDS, FakeDecodeNode, FakePrefillNode
@@ -38,6 +40,13 @@ async def answers(cluster: Ends, number: int) -> list[int]:
     return retries
 
 
+@pytest.fixture
+def long_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial comes due while a test counts who is asked, however slow the machine is."""
+    monkeypatch.setattr("coordinator.circuits.Circuit", partial(Circuit, first_open_s=600.0, max_open_s=600.0))
+
+
+@pytest.mark.usefixtures("long_open")
 @pytest.mark.parametrize("error", [CUT, CorruptBlockError("a block's checksum differs")])
 async def test_a_cut_link_costs_two_requests_a_retry_and_then_no_more(
     error: KVRelayError, caplog: pytest.LogCaptureFixture
@@ -57,6 +66,7 @@ async def test_a_cut_link_costs_two_requests_a_retry_and_then_no_more(
         ]
 
 
+@pytest.mark.usefixtures("long_open")
 async def test_the_nodes_at_the_ends_of_a_cut_link_go_on_with_others() -> None:
     """One prefill node, so each request whose link fails goes to the other decode node, and then all go there."""
     async with ends(num_prefill=1, num_decode=2) as cluster:
@@ -69,12 +79,14 @@ async def test_the_nodes_at_the_ends_of_a_cut_link_go_on_with_others() -> None:
         assert len(prefill.requests) == 1 + 2 + 3
 
 
+@pytest.mark.usefixtures("long_open")
 async def test_a_prefill_node_that_fails_by_itself_is_passed_over_whatever_the_decode_node() -> None:
     async with ends(num_prefill=2, num_decode=2) as cluster:
         cut(cluster.prefill[0], UnavailableError("out of order"))
         assert await answers(cluster, 6) == [1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("long_open")
 async def test_a_decode_node_that_fails_is_passed_over() -> None:
     async with ends(num_decode=2) as cluster:
         cluster.decode[0].at["decode"].failures = [UnavailableError("out of order")] * 50

@@ -19,7 +19,7 @@ REQUEST = NodeRequest(RequestId("r"), (3, 4, 5), 3, greedy())
 async def test_a_reservation_is_given_back_unless_its_node_is_lost(is_lost: bool) -> None:
     node, nodes = FakeDecodeNode(), Nodes()
     await node.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60.0):
         granted = await nodes.reserve(node.address, REQUEST, 20)
         if is_lost:
             nodes.forget(node.address)

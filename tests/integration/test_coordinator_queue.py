@@ -93,11 +93,11 @@ async def test_full_queue_turns_requests_away_with_advice() -> None:
 
 
 async def test_wait_for_room_is_bounded() -> None:
-    async with ends(blocks=10, max_queue_wait_s=0.3) as cluster:
+    async with ends(blocks=10, max_queue_wait_s=2.0) as cluster:  # the first finds room in less
         cluster.decode[0].at["token"].hold()
         asked = asyncio.create_task(cluster.ask(sampling=greedy(max_tokens=40)))
         await cluster.decode[0].until_reached("token")
-        with pytest.raises(OverloadedError, match=r"within 0\.3 s") as refused:
+        with pytest.raises(OverloadedError, match=r"within 2 s") as refused:
             await cluster.ask(sampling=greedy(max_tokens=40))
         assert refused.value.retry_after_s >= 1.0
         cluster.decode[0].at["token"].let_go()

@@ -17,7 +17,7 @@ from tests.support.fake_nodes import ANSWER_IDS
 async def test_streams_and_small_calls_go_on_while_a_huge_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm#10635, FastChat#3793."""
     async with ends() as cluster:
-        tokenizer, asked, go_on = cluster.app.door.text.tokenizer, threading.Event(), threading.Event()
+        tokenizer, asked, go_on = cluster.app.door.models.find("").text.tokenizer, threading.Event(), threading.Event()
         encode = tokenizer.encode
 
         def encode_when_told(source: str, *, add_bos: bool) -> list[int]:
@@ -44,7 +44,7 @@ async def test_what_is_too_long_for_any_model_is_refused_before_it_is_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with ends() as cluster:
-        tokenizer = cluster.app.door.text.tokenizer
+        tokenizer = cluster.app.door.models.find("").text.tokenizer
         monkeypatch.setattr(tokenizer, "encode", None)  # a call would fail
         many = ChatPrompt(tuple(ChatMessage("user", "aaaaaaaa") for _ in range(5_000)))
         for prompt in (TextPrompt("a" * MAX_CHARS), many):

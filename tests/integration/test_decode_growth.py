@@ -82,7 +82,7 @@ def slot_engine(num_blocks: int) -> tuple[SlotCache, SlotRunner]:
 
 async def opened(harness: Harness, granted: ReservationGranted) -> None:
     """Waits until the node has a reservation's Decode call."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60.0):
         while not harness.node.reservations.get(granted.reservation_id).decoding:
             await asyncio.sleep(0.001)
 
@@ -94,7 +94,7 @@ async def forked_meanwhile(
     await gate.reached()
     before = harness.node.status().num_slots_free
     forking = [asyncio.create_task(harness.client.fork(granted.reservation_id, index)) for index in indices]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60.0):
         while harness.node.status().num_slots_free > before - len(indices):  # until the node has asked its engine
             await asyncio.sleep(0.001)
     gate.open()

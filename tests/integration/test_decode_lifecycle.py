@@ -94,14 +94,14 @@ async def test_a_reservation_that_comes_too_late_for_its_caller_is_given_back_at
 
         async def grant_late(request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> ReservationGranted:
             given = await grant(request, num_tokens, num_tokens_now)
-            time.sleep(0.3)  # noqa: ASYNC251 - a busy interpreter: nobody hears yet that the call is over
+            time.sleep(1.1)  # noqa: ASYNC251 - a busy interpreter: nobody hears yet that the call is over
             granted.set()
             return given
 
         monkeypatch.setattr(harness.node, "reserve", grant_late)
         with pytest.raises(DeadlineError):
-            await harness.client.reserve(REQUEST, 30, timeout_s=0.2)
-        async with asyncio.timeout(5.0):
+            await harness.client.reserve(REQUEST, 30, timeout_s=1.0)
+        async with asyncio.timeout(30.0):
             await granted.wait()
         await harness.all_free()
 
@@ -167,7 +167,7 @@ async def test_a_cancelled_reserve_leaves_nothing_behind() -> None:
         await gate.reached()
         with pytest.raises(DeadlineError):
             await harness.client.reserve(REQUEST, 30, timeout_s=0.1)  # the engine is inside a step
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60.0):
             while harness.node.status().num_slots_free < 7:  # the node has not seen the cancel yet
                 await asyncio.sleep(0)
         gate.open()
@@ -488,7 +488,7 @@ async def test_a_stuck_engine_gives_every_request_up_and_frees_it_when_it_moves_
         clock.now += 1.0
         harness.node.end_if_stuck()
         with pytest.raises(UnavailableError, match="engine is stuck; resume on another"):
-            await asyncio.wait_for(answer, 10)
+            await asyncio.wait_for(answer, 60.0)
         with pytest.raises(UnavailableError, match="engine is stuck; reserve on another"):
             await reserve(harness)
         gate.open()

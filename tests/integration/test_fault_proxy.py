@@ -27,7 +27,7 @@ from tests.support.link_faults import Direction
 
 HASH = BlockHash(bytes(range(32)))
 SLAB = bytes(range(256)) * 400  # several DATA frames
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 CLIENT = """
 import socket, sys
@@ -347,4 +347,4 @@ async def test_a_paused_link_is_found_by_keepalive(proxy: FaultProxy, channel: g
     started = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError):
         await held
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 12.0  # 4 on an idle machine

@@ -38,7 +38,7 @@ from tests.support.reference import ReferenceEngine
 from tests.support.tiny_model import make_tiny_model
 
 NUM_BLOCKS = 64
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")

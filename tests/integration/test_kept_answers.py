@@ -155,7 +155,7 @@ async def test_the_same_request_twice_at_once_is_one(monkeypatch: pytest.MonkeyP
             await tokenized.wait()
             return (3,) * 100
 
-        monkeypatch.setattr(cluster.app.door.text, "prompt_ids", prompt_ids)
+        monkeypatch.setattr(cluster.app.door.models.find("").text, "prompt_ids", prompt_ids)
         both = await asyncio.gather(*(read_all(client, request()) for _ in range(2)))
         assert [token_ids(events) for events in both] == [ANSWER_IDS] * 2
         assert len(cluster.decode[0].requests) == 1

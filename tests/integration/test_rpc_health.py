@@ -55,7 +55,7 @@ async def test_a_watcher_sees_each_change_and_ends_with_the_process(service: str
     readiness = Readiness(SERVICES)
     async with connected(readiness.register) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
-        async with Replies(call, lambda reply: int(reply.status)) as statuses, asyncio.timeout(5):
+        async with Replies(call, lambda reply: int(reply.status)) as statuses, asyncio.timeout(30.0):
             got = [await anext(statuses)]
             readiness.set(True)
             readiness.set(True)

@@ -82,7 +82,7 @@ class FakeNode(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     async def wait_ended(self) -> None:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30.0):
             await self.ended.wait()
 
 
@@ -118,7 +118,7 @@ async def test_leaving_a_prefill_cancels_it_on_the_node() -> None:
 async def test_a_prefill_has_the_deadline_it_was_given() -> None:
     node = FakeNode()
     async with connected(node.register) as channel:
-        async with PrefillClient(channel).prefill(EXAMPLE_REQUEST, TARGET, timeout_s=0.2) as events:
+        async with PrefillClient(channel).prefill(EXAMPLE_REQUEST, TARGET, timeout_s=1.0) as events:
             with pytest.raises(DeadlineError):
                 [event async for event in events]
         await node.wait_ended()
@@ -136,7 +136,7 @@ async def test_reserve_renew_release() -> None:
         with pytest.raises(NeverFitsError, match="62500 blocks wanted, 128 here"):
             await client.reserve(EXAMPLE_REQUEST, 1_000_000, timeout_s=5)
         with pytest.raises(DeadlineError):
-            await client.reserve(EXAMPLE_REQUEST, 1_000, timeout_s=0.1)
+            await client.reserve(EXAMPLE_REQUEST, 1_000, timeout_s=1.0)
 
     assert node.asked == [
         (EXAMPLE_REQUEST, 7, 6),

@@ -21,7 +21,7 @@ from scripts.development_certificates import have_openssl, make_certificates
 from tests.support.decode_harness import Handoff, Harness, decode_node, hand_over
 from tests.support.fake_engine import make_info, make_request
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 needs_openssl = pytest.mark.skipif(not have_openssl(), reason="there is no openssl command to make certificates with")
 

@@ -32,6 +32,7 @@ from kvstore.disk import DiskTier
 from kvstore.memory import MemoryTier
 from kvstore.service import KVStoreService
 from kvstore.store import Store
+from tests.support.cluster import free_port
 from tests.support.grpc_ends import serving
 from tests.support.store_blocks import hash_of, slab_of
 
@@ -334,7 +335,7 @@ async def test_a_store_that_sends_something_else_is_not_believed(second: bytes) 
 
 
 async def test_a_store_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with lying_store([body(0, 1)], hang=True) as address, client_of(address, timeout_s=0.2) as client:
+    async with lying_store([body(0, 1)], hang=True) as address, client_of(address, timeout_s=1.0) as client:
         assert await fetch(client, 1, 2) == [Tier.NONE]
         assert client.num_failures == 1
 
@@ -357,7 +358,7 @@ async def test_a_store_that_does_not_answer_a_call_is_given_up(call: str) -> Non
     async with (
         serving(HangingStore().register) as port,
         client_of(f"127.0.0.1:{port}", timeout_s=0.2) as client,
-        asyncio.timeout(10),
+        asyncio.timeout(60.0),
     ):
         ask = {"match": client.match, "missing": client.missing}
         given: object = await (client.put([block(1)]) if call == "put" else ask[call](hashes(1)))
@@ -370,8 +371,7 @@ async def test_a_dead_store_is_a_miss_then_left_alone_then_found_again(
 ) -> None:
     now = 1_000.0
     monkeypatch.setattr("kvrelay.kv.block_store.time.monotonic", lambda: now)
-    async with store_at() as served:
-        port = served.port
+    port = free_port()
     async with client_of(f"127.0.0.1:{port}") as client:
         assert await client.match(hashes(1)) == []
         assert await client.put([block(1)]) == 0
@@ -400,7 +400,7 @@ async def test_a_get_that_is_left_early_ends_on_the_server() -> None:
     async with serving(lambda server: server.add_generic_rpc_handlers((handlers,))) as port:
         async with client_of(f"127.0.0.1:{port}") as client, aclosing(client.get(hashes(1, 2))) as found:
             await anext(found)
-        await asyncio.wait_for(ended.wait(), 5.0)
+        await asyncio.wait_for(ended.wait(), 30.0)
 
 
 # Offloading
@@ -543,17 +543,17 @@ async def test_the_offloader_waits_for_quiet_but_not_for_ever(hurry: str) -> Non
     quiet = Quiet()
     quiet.set(False)
     async with store_at() as served, client_of(served.address) as client:
-        offloader = Offloader(client, read, quiet=quiet, max_pending_blocks=8, patience_s=3_600.0, flush_s=5.0)
+        offloader = Offloader(client, read, quiet=quiet, max_pending_blocks=8, patience_s=3_600.0, flush_s=30.0)
         await offloader.start()
         offloader.offer(chain_of(*range(8) if hurry == "crowded" else (1, 2)), urgent=hurry == "urgent")
         if hurry == "closing":
             await offloader.close()
         else:
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert offloader.num_stored == 0
             if hurry == "quiet":
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert offloader.num_stored == 0
                 quiet.set(True)
-            await asyncio.wait_for(offloader.flush(), 5.0)
+            await asyncio.wait_for(offloader.flush(), 30.0)
             await offloader.close()
         assert offloader.num_stored >= 2

@@ -32,8 +32,8 @@ from tests.support.hosting import hosted
 from tests.support.tiny_model import make_tiny_model
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-WATCHDOG_S = 1.0
-TIMEOUT_S = 60.0
+WATCHDOG_S = 2.0  # longer than a step takes on a busy machine
+TIMEOUT_S = 120.0
 REQUEST = NodeRequest(RequestId("r"), tuple(range(3, 53)), 50, SamplingParams(temperature=0.0, seed=1, max_tokens=900))
 
 
@@ -69,15 +69,14 @@ async def health(channel: grpc.aio.Channel, service: str = "kvrelay.pb.Decode") 
     return [(await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in ("", service)]
 
 
-async def until_dead(channel: grpc.aio.Channel) -> float:
-    """Seconds until the process says that only a restart helps, as a supervisor hears it that watches."""
-    started, stub = time.monotonic(), health_pb2_grpc.HealthStub(channel)
+async def until_dead(channel: grpc.aio.Channel) -> None:
+    """Until the process says that only a restart helps, as a supervisor hears it that watches."""
+    stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service="liveness")
     async with Replies(stub.Watch(request), lambda reply: reply.status) as statuses:
         assert await anext(statuses) == SERVING
         assert await anext(statuses) == NOT_SERVING
     assert (await stub.Check(request)).status == NOT_SERVING
-    return time.monotonic() - started
 
 
 async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model: Path) -> None:
@@ -98,11 +97,13 @@ async def test_a_decode_call_ends_and_its_blocks_come_back_with_the_engine(model
 
 
 async def test_only_a_hang_of_six_watchdogs_ends_liveness_and_its_end_brings_it_back(model: Path) -> None:
-    quick = settings(model) | {"watchdog_s": 0.3}
+    quick = settings(model) | {"watchdog_s": 0.5}
     app = DecodeApp(DecodeConfig(**quick), InstanceId("decode"), CollectorRegistry())
     async with asyncio.timeout(TIMEOUT_S), served(app) as channel:
+        started = time.monotonic()
         async with stuck(app):
-            assert await until_dead(channel) >= 6 * 0.3
+            await until_dead(channel)
+            assert time.monotonic() - started >= 6 * 0.5
             assert not app.host.readiness.ready
         while not (app.host.readiness.alive and app.host.readiness.ready):
             await asyncio.sleep(0.01)  # the watchdog looks four times a second

@@ -14,7 +14,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.types import Role
 
 ANSWER_TIMEOUT_S = 120.0
-QUIET_TIMEOUT_S = 15.0
+QUIET_TIMEOUT_S = 60.0  # leases, of 10 s at most, included
 GREEDY_64 = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0  # two cores may be shared by much else
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 90.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
 
 # Of a family's samples, by its type.
@@ -151,7 +151,7 @@ class RoleProcess:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of this name whose labels include these; 0 of a counter that nothing was counted in yet.
         Raises LookupError when the role has no such metric."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as reply:
             text = reply.read().decode()
         return sum_of_samples(text, name, labels)
 

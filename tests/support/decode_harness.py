@@ -70,7 +70,7 @@ class Harness:
 
     async def all_free(self) -> BlockCounts:
         """Waits until nothing is reserved or held: the event loop learns of cancelled calls a little later."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60.0):
             while True:
                 counts = await self.counts()
                 if counts.reserved == counts.held == 0 and not len(self.node.reservations):

@@ -1,12 +1,14 @@
 """A role that does nothing but what process.run asks of it; run as a program by the process tests.
 
-Its Hold method (raw, unary-stream) answers "held", then holds its call until `hold_s` is over; it refuses b"bad".
+Its Hold method (raw, unary-stream) answers "held", then holds its call until `hold_s` is over or another call says
+b"let go"; it refuses b"bad".
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -39,7 +41,10 @@ class FakeApp:
     def __init__(self, config: FakeConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
         self._config = config
         self._running: set[asyncio.Event] = set()
-        self._cut_short = asyncio.Event()
+        self._let_go = asyncio.Event()
+        self._last_words = b"done"
+        if config.last_words:
+            process.LAST_WORDS_S = 2.0  # so that a busy machine comes to them
 
     def register(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((raw_methods(SERVICE, unary_stream={"Hold": self.hold}),))
@@ -47,16 +52,17 @@ class FakeApp:
     async def hold(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         if request == b"bad":
             raise InvalidRequestError("bad")
+        if request == b"let go":
+            self._let_go.set()
+            return
         ended = asyncio.Event()
         self._running.add(ended)
         try:
             yield b"held"
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.hold_s):
-                    await self._cut_short.wait()
-                yield b"told"
-            except TimeoutError:
-                yield b"done"
+                    await self._let_go.wait()
+            yield self._last_words
         finally:
             self._running.discard(ended)
             ended.set()
@@ -78,7 +84,8 @@ class FakeApp:
                 await ended.wait()
         except asyncio.CancelledError:
             if self._config.last_words:
-                self._cut_short.set()
+                self._last_words = b"told"
+                self._let_go.set()
             raise
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from tests.support.link_faults import Direction, Hold, LinkFault, Pace
 from tests.support.relayed_connection import Connection, reset
 from tests.support.socket_owner import socket_inode
 
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0
 BUFFER_BYTES = 65_536  # of the sockets: what a slow link would not hold either
 
 R = TypeVar("R")

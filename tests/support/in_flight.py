@@ -32,8 +32,8 @@ IN_CHUNKS = ["--chunk-tokens", "32"]  # of a prefill node: blocks leave two by t
 LONG_ANSWER = 600  # takes seconds: it is not over when the fault comes
 LONG_ANSWER_SEEDS = range(1, 13)  # the same ones in every run, so that a reference is computed once
 LONG_ANSWERS = 4  # and more until one runs on the victim: all their prompts may be cached on the other decode node
-ANSWER_TIMEOUT_S = 60.0
-STAGE_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 120.0
+STAGE_TIMEOUT_S = 60.0
 MAX_TRIES = 6  # requests until one goes where it is wanted; load balancing needs two
 
 # First bytes of the replies that end a stage: field 2 (3) of the event is set. See proto/kvrelay/pb.

@@ -69,11 +69,11 @@ class Hold:
     def is_reached(self) -> bool:
         return self._reached.is_set()
 
-    def wait(self, timeout_s: float = 10.0) -> None:
+    def wait(self, timeout_s: float = 60.0) -> None:
         if not self._reached.wait(timeout_s):
             raise TimeoutError(f"no stream came to {self.what} within {timeout_s:g} s")
 
-    async def reached(self, timeout_s: float = 10.0) -> None:
+    async def reached(self, timeout_s: float = 60.0) -> None:
         await asyncio.to_thread(self.wait, timeout_s)
 
     def release(self) -> None:

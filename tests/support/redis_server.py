@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cluster import free_port
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 
 
 @asynccontextmanager

@@ -151,3 +151,13 @@ def test_only_two_faults_in_a_row_open_and_success_or_time_always_helps(events: 
             assert in_a_row[one] >= 2 or not circuits.suspect(one, now)
         assert circuits.num_open == sum(number >= 2 for number in in_a_row.values())
     assert not any(circuits.suspect(party, now + 30.0) for party in PARTIES)
+
+
+def test_suspects_are_the_nodes_and_links_that_should_be_asked_last_now() -> None:
+    circuits = Circuits()
+    for _ in range(2):
+        circuits.failed((P1, D1), GONE, now=0.0)
+        circuits.failed((D2,), GONE, now=0.5)
+    circuits.failed((P2,), GONE, now=0.5)
+    assert circuits.suspects(0.9) == {(P1, D1), (D2,)}
+    assert circuits.suspects(1.2) == {(D2,)}

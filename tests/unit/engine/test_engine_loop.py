@@ -74,6 +74,10 @@ def give_work(steps: int, **attributes: object):  # type: ignore[no-untyped-def]
     return command
 
 
+def records_of_engine(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "kvrelay.engine.loop"]
+
+
 @asynccontextmanager
 async def running(core: Core | None = None, **options: object) -> AsyncIterator[tuple[EngineLoop[Core], Delivered]]:
     delivered = Delivered()
@@ -111,10 +115,10 @@ async def test_an_exception_of_a_command_comes_back_and_the_thread_lives_on(capl
     async with running() as (loop, _):
         with pytest.raises(NotFoundError, match="no such block"):
             await loop.call(fail)
-        assert not caplog.records
+        assert not records_of_engine(caplog)
         loop.post(fail)
         assert await loop.call(lambda core: 7) == 7
-    assert [record.message for record in caplog.records] == ["an engine command failed"]
+    assert [record.message for record in records_of_engine(caplog)] == ["an engine command failed"]
 
 
 async def test_a_cancelled_call_still_runs_and_hurts_nobody() -> None:
@@ -139,8 +143,9 @@ async def test_a_failing_step_fails_its_requests_and_the_thread_lives_on(caplog:
         await loop.call(give_work(1))
         await delivered.wait_for(2)
         assert not loop.stuck(0.0)
-    assert [r.message for r in caplog.records] == ["an engine step failed; the requests of the batch end"]
-    assert caplog.records[0].exc_info
+    (record,) = records_of_engine(caplog)
+    assert record.message == "an engine step failed; the requests of the batch end"
+    assert record.exc_info
 
 
 async def test_making_the_core_may_fail() -> None:
@@ -255,5 +260,5 @@ async def test_books_that_do_not_balance_end_the_engine(caplog: pytest.LogCaptur
     await loop.wait_ended()
     assert loop.stuck(0.0)
     assert loop.died
-    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+    assert [r.levelno for r in records_of_engine(caplog)] == [logging.ERROR]
     await loop.stop()

@@ -62,6 +62,29 @@ def test_between_boots_the_wall_clock_counts_if_it_went_forward(passed_s: float,
     assert unused_s(after, mark, used) == seen_s
 
 
+@pytest.mark.parametrize("boot_id", ["boot-1", ""])
+def test_a_process_that_stands_still_while_it_reads_its_clocks_makes_nothing_younger(boot_id: str) -> None:
+    """Else blocks of the process before would outlive those that are put now."""
+
+    class Slow(Machine):
+        def clocks(self) -> Clocks:
+            return Clocks(
+                lambda: self.read("monotonic"), lambda: self.read("since_boot"), lambda: self.read("wall"), boot_id
+            )
+
+        def read(self, name: str) -> float:
+            value = float(getattr(self, name))
+            self.passes(0.3)
+            return value
+
+    machine = Slow()
+    clock = StoreClock(machine.clocks(), None)
+    used_at = machine.monotonic
+    mark = clock.mark()
+    machine.passes(5)
+    assert StoreClock(machine.clocks(), mark).monotonic_of(clock.age_of(used_at)) <= used_at
+
+
 def test_without_a_boot_id_the_wall_clock_counts() -> None:
     machine = Machine("")
     mark = StoreClock(machine.clocks(), None).mark()

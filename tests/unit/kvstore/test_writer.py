@@ -30,7 +30,7 @@ async def test_one_waits_for_a_disk_that_takes_nothing_and_the_others_go_without
         async with store._writer.paused():
             started = time.monotonic()
             await put(store, *range(12), flush=False)
-            assert 0.4 < time.monotonic() - started < 1.5
+            assert 0.4 < time.monotonic() - started < 4.0  # ten would take 5
             assert where(store, *range(12)) == [Tier.MEMORY] * 12
             assert store.stats().write_failures == 10
         await store.flush(FLUSH_S)

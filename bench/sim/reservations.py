@@ -1,0 +1,91 @@
+"""How much to set aside for an answer: all of max_tokens, or what answers usually take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
+
+from bench.sim.cluster import Setup, simulate
+from bench.sim.load import azure, cut, paced
+from bench.sim.reserving import Expected, Full
+from bench.sim.results import Targets, capacity_per_s, finished, goodput, quantile, ttfts_s
+from bench.sim.tables import cell, table
+from bench.sim.tasks import Options, measure_all
+
+MAX_TOKENS = 1_024
+TARGETS = Targets(ttft_s=2.0, itl_s=0.05)
+SETUPS = {"conv": Setup(num_prefill=3, num_decode=1), "code": Setup(num_prefill=4, num_decode=1)}
+POLICIES = {"full": Full, "expected, 0.5": partial(Expected, 0.5), "expected, 0.9": partial(Expected, 0.9)}
+FACTORS = (0.5, 1.0, 1.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    trace: str
+    policy: str
+    number: int  # of the slice
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """At one load."""
+
+    goodput_per_s: float
+    answers_per_s: float
+    ttft_p95_s: float
+    num_preemptions: float  # of 1,000 answers
+    turned_away: float  # of 1,000 requests, and those that gave up
+
+
+def measure(task: Task) -> dict[float, Measured]:
+    """By load, as a multiple of what `full` can do with the slice."""
+    arrivals = cut(azure(task.trace, MAX_TOKENS), task.number, task.options.num_slices)[: task.options.num_requests]
+    setup = SETUPS[task.trace]
+    capacity = capacity_per_s(setup, arrivals, task.number)
+    measured = {}
+    for factor in FACTORS:
+        load = paced(arrivals, factor * capacity)
+        run = simulate(replace(setup, reserving=POLICIES[task.policy]), load, task.number)
+        done = finished(run)
+        measured[factor] = Measured(
+            goodput(run, TARGETS, load[-1].at),
+            len(done) / run.seconds,
+            quantile(ttfts_s(run), 0.95),
+            1_000 * sum(request.num_preemptions for request in done) / len(done),
+            1_000 * (1 - len(done) / len(load)),
+        )
+    return measured
+
+
+def report(options: Options) -> str:
+    tasks = [
+        Task(trace, policy, number, options)
+        for trace in SETUPS
+        for policy in POLICIES
+        for number in range(options.num_slices)
+    ]
+    groups: defaultdict[tuple[str, float, str], list[Measured]] = defaultdict(list)
+    for task, measured in zip(tasks, measure_all(measure, tasks, options), strict=True):
+        for factor, one in measured.items():
+            groups[task.trace, factor, task.policy].append(one)
+    rows = [
+        [
+            *(trace, f"{factor:g}x", policy),
+            cell([one.goodput_per_s for one in group]),
+            cell([one.answers_per_s for one in group]),
+            cell([one.ttft_p95_s for one in group], ".1f"),
+            cell([one.num_preemptions for one in group], ".0f"),
+            cell([one.turned_away for one in group], ".0f"),
+        ]
+        for (trace, factor, policy), group in sorted(groups.items(), key=lambda item: item[0][:2])
+    ]
+    columns = (
+        *("Azure trace", "load", "set aside", "goodput /s", "answers /s", "TTFT p95, s"),
+        *("preemptions per 1,000", "turned away per 1,000"),
+    )
+    return (
+        f"Reservations (virtual time): goodput counts answers with TTFT within {TARGETS.ttft_s:g} s and a mean time "
+        f"between tokens within {1_000 * TARGETS.itl_s:g} ms; 1x is what `full` can do\n\n{table(columns, rows)}"
+    )

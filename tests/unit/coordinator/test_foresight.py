@@ -1,0 +1,61 @@
+"""What was foretold is held against what came, and corrects what is foretold next."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.forecast import Forecast
+from coordinator.foresight import Foresight, Foretold, Way
+
+
+def foretold(worked_out_s: float, way: Way = Way.HANDOFF) -> Foretold:
+    return Foretold(way, worked_out_s, worked_out_s, itl_s=0.02, at=100.0)
+
+
+def test_what_came_is_told_with_what_was_foretold() -> None:
+    told: list[tuple[str, float, float]] = []
+    foresight = Foresight(lambda *came: told.append(came))
+    foresight.first_token(foretold(0.5), now=100.75)
+    foresight.ended(foretold(0.5), itl_s=0.03)
+    foresight.ended(Foretold(Way.TAIL, 0.5, 0.5, itl_s=0.0, at=0.0), itl_s=0.03)  # nothing was foretold of it
+    assert told == [("ttft", 0.5, 0.75), ("itl", 0.02, 0.03)]
+
+
+def test_a_few_requests_correct_nothing() -> None:
+    foresight = Foresight()
+    for _ in range(7):
+        foresight.first_token(foretold(0.5), now=101.0)
+    assert foresight.correct_s(Way.HANDOFF, 0.5) == 0.5
+
+
+def test_a_bias_is_learned_for_each_way_by_itself() -> None:
+    """Handoffs come 0.1 s later than worked out, however long they take."""
+    foresight = Foresight()
+    for worked_out_s in (0.2, 0.4, 0.9, 1.5) * 5:
+        foresight.first_token(foretold(worked_out_s), now=100.1 + worked_out_s)
+    assert foresight.correct_s(Way.HANDOFF, 1.0) == pytest.approx(1.1, rel=0.01)
+    assert foresight.correct_s(Way.TAIL, 1.0) == 1.0
+
+
+def test_what_comes_in_half_the_time_is_foretold_so() -> None:
+    foresight = Foresight()
+    for worked_out_s in (0.2, 0.4, 0.9, 1.5) * 20:
+        foresight.first_token(foretold(worked_out_s), now=100.0 + worked_out_s / 2)
+    assert foresight.correct_s(Way.HANDOFF, 1.0) == pytest.approx(0.5, rel=0.02)
+
+
+def test_what_was_out_of_order_counts_with_four_times_what_was_worked_out() -> None:
+    foresight = Foresight()
+    for _ in range(20):
+        foresight.first_token(foretold(0.5), now=700.0)
+    assert foresight.correct_s(Way.HANDOFF, 0.5) <= 2.125
+
+
+def test_parts_of_a_corrected_forecast_still_add_up() -> None:
+    foresight = Foresight()
+    for _ in range(20):
+        foresight.first_token(foretold(1.0), now=101.5)
+    corrected = foresight.correct(Way.HANDOFF, Forecast(1.0, 0.02, 0.5, 0.0, 0.4, 0.1))
+    assert corrected.ttft_s == pytest.approx(1.5)
+    parts = corrected.queue_s + corrected.load_s + corrected.prefill_s + corrected.handoff_s
+    assert parts == pytest.approx(corrected.ttft_s)
