@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from bench.sim.cluster import Setup, simulate
 from bench.sim.load import cut, mooncake, paced
+from bench.sim.pairs import PairCost
 from bench.sim.placing import LeastLoaded, PrefixAffinity, RoundRobin, Routed
 from bench.sim.results import capacity_per_s, finished, hit_rate, imbalance, quantile, ttfts_s
 from bench.sim.shapes import NodeShape, StepTime
@@ -27,7 +28,7 @@ SETUP = Setup(
         link_bytes_per_s=1e10,
     ),
 )
-POLICIES = {policy.name: policy for policy in (RoundRobin, LeastLoaded, PrefixAffinity, Routed)}
+POLICIES = {policy.name: policy for policy in (RoundRobin, LeastLoaded, PrefixAffinity, Routed, PairCost)}
 FACTORS = (0.5, 0.9)
 
 
