@@ -82,7 +82,7 @@ class Life:
             handoff_bytes=sum(state.account.handoff_bytes for state in states),
             retries=sum(state.account.num_retries for state in states),
             forecast=self._forecast(first),
-            considered=tuple(pair.describe() for pair in first.considered),
+            considered=tuple(str(pair) for pair in first.considered),
         )
 
     def _state(self) -> str:
