@@ -18,7 +18,7 @@ from bench.sim.request import Outcome, SimRequest
 from bench.sim.reserving import Reserving
 from bench.sim.shapes import NodeShape
 from coordinator.admission import Admission
-from coordinator.cluster import DEFAULT_INDEXED_BLOCKS, LOOK_AGAIN_S
+from coordinator.cluster import LOOK_AGAIN_S
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.prefix_index import PrefixIndex
 from coordinator.queue import Demand
@@ -32,9 +32,7 @@ from kvrelay.types import BlockHash, InstanceId, Role
 class Books:
     """What the coordinator knows of caches, and what it took to decide."""
 
-    caches: dict[Role, PrefixIndex] = field(
-        default_factory=lambda: {role: PrefixIndex(DEFAULT_INDEXED_BLOCKS) for role in COMPUTING_ROLES}
-    )
+    caches: dict[Role, PrefixIndex] = field(default_factory=lambda: {role: PrefixIndex() for role in COMPUTING_ROLES})
     decisions_s: list[float] = field(default_factory=list)  # of the processor, to rank the nodes for one try
     num_reserves: int = 0  # calls
 
