@@ -198,7 +198,7 @@ class Attempt:
         """`number` counts the attempts to fill one reservation."""
         num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
         num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
-        self._cluster.assigned(member, hashes, max(1, len(self._state.token_ids) - num_cached))
+        self._cluster.assigned(member, hashes, max(1, self._state.num_tokens - num_cached))
         link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
         with self._cluster.trying(member), link:
             return await self._read_prefill(member, placement, number)
@@ -252,7 +252,7 @@ class Attempt:
             self._lifetime.take(Edge.FIRST_TOKEN, f"from {account.decode_node or account.prefill_node}")
             self._came_first()
             if account.first_token_at is None:
-                account.first_token_at = time.monotonic()
+                account.first_token_at = self._first_at
         self._send(self._state.answer.add(tokens))
 
     def _came_first(self) -> None:

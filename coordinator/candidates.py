@@ -22,7 +22,7 @@ def costs_of(
     """Of the pairs of nodes for the request as it stands; the arguments are PairCosts'."""
     layout, hashes = state.accepted.model.layout, state.hashes()
     work = Work(
-        num_tokens=len(state.token_ids),
+        num_tokens=state.num_tokens,
         num_positions=state.num_positions,
         block_tokens=layout.block_tokens,
         block_bytes=layout.slab_bytes,

@@ -56,7 +56,10 @@ class CoordinatorConfig(RoleConfig):
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)
     local_tail_tokens: int = option(
-        32, "prompt tokens not cached on the decode node up to which it computes them itself", minimum=0
+        32,
+        "prompt tokens not cached on the decode node up to which it computes them itself while it has not measured how "
+        "fast it does; then what costs less is done; 0: it never computes prompts",
+        minimum=0,
     )
     prefix_index_blocks: int = option(
         MAX_BLOCKS,

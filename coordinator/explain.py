@@ -82,7 +82,7 @@ class Life:
             handoff_bytes=sum(state.account.handoff_bytes for state in states),
             retries=sum(state.account.num_retries for state in states),
             forecast=self._forecast(first),
-            considered=tuple(first.considered),
+            considered=tuple(str(pair) for pair in first.considered),
         )
 
     def _state(self) -> str:
@@ -97,10 +97,12 @@ class Life:
         if self.last_token_at is not None and account.first_token_at is not None and num_gaps > 0:
             itl_s = (self.last_token_at - account.first_token_at) / num_gaps
         ttft_s = 0.0 if account.first_token_at is None else account.first_token_at - account.accepted_at
-        if first.foretold is None:
+        foretold = first.foretold
+        if foretold is None:
             return ForecastOutcome(0.0, ttft_s, 0.0, itl_s)
-        waited_s = first.foretold.at - account.accepted_at
-        return ForecastOutcome(waited_s + first.foretold.ttft_s, ttft_s, first.foretold.itl_s, itl_s)
+        waited_s = foretold.at - account.accepted_at
+        is_later = account.first_token_at is not None and foretold.at > account.first_token_at  # that of a resume
+        return ForecastOutcome(0.0 if is_later else waited_s + foretold.ttft_s, ttft_s, foretold.itl_s, itl_s)
 
 
 def _num_blocks(state: RequestState) -> int:

@@ -75,7 +75,16 @@ class Work:
 def usual_token_s(members: Iterable[Member]) -> float:
     """Mean over a few that measured how long a prompt token takes them, which is what is taken for one that has not,
     having just joined, say. 0 while none has."""
-    measured = list(islice((seconds for member in members if (seconds := member.standing.token_s)), NUM_ASKED))
+    return _mean_of_few(member.standing.token_s for member in members)
+
+
+def usual_answer_token_s(decode: Iterable[Member]) -> float:
+    """As usual_token_s, of what a token of an answer costs on a decode node."""
+    return _mean_of_few(member.standing.answer_token_s for member in decode)
+
+
+def _mean_of_few(seconds: Iterable[float]) -> float:
+    measured = list(islice((one_s for one_s in seconds if one_s), NUM_ASKED))
     return sum(measured) / len(measured) if measured else 0.0
 
 

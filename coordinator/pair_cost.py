@@ -1,9 +1,8 @@
-"""What each pair of a prefill and a decode node would cost, best first. Pure.
+"""The pairs of a prefill and a decode node that a request may go to, by what each costs, best first. Pure.
 
-A pair costs seconds of waiting: the request's own until its first token and for the tokens after it, and those by which
-it holds up the sequences that run on the decode node. So a cached prefix draws a request to its node until what waits
-there takes longer than the prefix spares, and a decode node computes what it lacks of a prompt itself where that takes
-less, running sequences counted, than to have it computed and handed over.
+A cached prefix draws a request to its node until what waits there takes longer than the prefix spares. A decode node
+computes what it lacks of a prompt itself where that takes less, running sequences counted, than to have it computed
+elsewhere and handed over.
 
 While no node has measured how fast it computes prompts, nodes are ranked as in `coordinator.router`.
 """
@@ -11,48 +10,18 @@ While no node has measured how fast it computes prompts, nodes are ranked as in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.circuits import Party
-from coordinator.forecast import Forecast, Work, forecast_handoff, forecast_tail, usual_token_s
-from coordinator.foresight import Foresight, Way
+from coordinator.forecast import Work
+from coordinator.foresight import Foresight
 from coordinator.members import Member
+from coordinator.pair import Pair, Prices
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from coordinator.shortlist import NUM_BEST, best_decode, best_prefill
-from coordinator.standing import Standing
 from kvrelay.types import InstanceId
 
 NUM_CLOSE = 2  # prefill nodes that are tried with a decode node: links make less of a difference than queues
-
-
-@dataclass(slots=True)
-class Pair:
-    """`prefill` None: the decode node computes what it has not cached itself. `decode` None: one token is wanted."""
-
-    prefill: Member | None
-    decode: Member | None
-    forecast: Forecast | None  # by rates alone; None while nothing is measured
-    cost_s: float = 0.0  # 0 while nothing is measured
-
-    @property
-    def way(self) -> Way:
-        """To the first token."""
-        if self.prefill is None:
-            return Way.TAIL
-        return Way.HANDOFF if self.decode is not None else Way.ALONE
-
-    def describe(self) -> str:
-        """For people."""
-        computes = self.prefill.info.address if self.prefill is not None else "itself"
-        where = computes if self.decode is None else f"{self.decode.info.address}, prompt by {computes}"
-        if self.forecast is None:
-            return f"{where}: not measured yet"
-        return f"{where}: first token in {self.forecast.ttft_s:.3g} s, costs {self.cost_s:.3g} s"
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether, as far as is known, the prefill node would take it now."""
-        return self.prefill is None or has_slot(self.prefill)
 
 
 def rank_pairs(
@@ -103,11 +72,10 @@ class PairCosts:
         self._avoid = avoid
         self._num_blocks_now = num_blocks_now
         self._local_tail_tokens = local_tail_tokens
-        self._foresight = foresight or Foresight()
         offered = [one for one in prefill if one.status.weight > 0]
         self._prefill = [one for one in offered if one.status.blocks.total >= work.num_prompt_blocks]
         self._decode = [one for one in decode if one.status.weight > 0 and one.status.blocks.total >= work.num_blocks]
-        self._usual_s = usual_token_s(self._prefill or self._decode)
+        self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight())
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         self.outgrown = bool(offered) and not self._prefill
         self.has_slot = any(has_slot(one) for one in self._prefill)
@@ -116,9 +84,9 @@ class PairCosts:
     def ranked(self) -> list[Pair]:
         """As rank_pairs."""
         if self.work.num_left == 1 and not self.outgrown:
-            return [self._alone(member) for member in self._best_prefill]
+            return [self._prices.alone(member) for member in self._best_prefill]
         pairs = [pair for member in self._rank_decode() if (pair := self.pair_with(member)) is not None]
-        return sorted(pairs, key=self._key) if self._usual_s else pairs
+        return sorted(pairs, key=self._key) if self._prices.known else pairs
 
     def prefill_for(self, decode: Member | None) -> list[Member]:
         """All that could ever hold the prompt, the best first, to hand over to `decode`, if that is wanted."""
@@ -134,12 +102,12 @@ class PairCosts:
         if num_cached_blocks is not None:
             work = replace(work, cached_decode={**work.cached_decode, decode.info.instance_id: num_cached_blocks})
         if self.outgrown:
-            return self._tail(decode, work)
+            return self._prices.tail(decode, work)
         if not self._prefill:
-            return self._tail(decode, work) if self._is_short(decode, work) else None
+            return self._prices.tail(decode, work) if self._is_short(decode, work) else None
         if not self._may_compute(decode):
-            return self._tail(decode, work) if self._is_short(decode, work) else self._handoff(decode, work)
-        tail, handoff = self._tail(decode, work), self._handoff(decode, work)
+            return self._prices.tail(decode, work) if self._is_short(decode, work) else self._handoff(decode, work)
+        tail, handoff = self._prices.tail(decode, work), self._handoff(decode, work)
         return tail if tail.cost_s <= handoff.cost_s else handoff
 
     # One pair
@@ -149,22 +117,7 @@ class PairCosts:
 
     def _may_compute(self, decode: Member) -> bool:
         """Whether it is known what the decode node would take for a prompt."""
-        return bool(self._local_tail_tokens and self._usual_s and decode.standing.token_s)
-
-    def _alone(self, prefill: Member) -> Pair:
-        if not self._usual_s:
-            return Pair(prefill, None, None)
-        forecast = forecast_handoff(prefill, None, self.work, self._usual_s)
-        ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        return Pair(prefill, None, forecast, ttft_s / prefill.status.weight)
-
-    def _tail(self, decode: Member, work: Work) -> Pair:
-        if not self._usual_s:
-            return Pair(None, decode, None)
-        forecast = forecast_tail(decode, work, self._usual_s)
-        ttft_s = self._foresight.correct_s(Way.TAIL, forecast.ttft_s)
-        cost_s = ttft_s + held_up_s(decode, work, self._usual_s) + answer_s(decode.standing, work)
-        return Pair(None, decode, forecast, cost_s / decode.status.weight)
+        return bool(self._local_tail_tokens and self._prices.known and decode.standing.token_s)
 
     def _handoff(self, decode: Member, work: Work) -> Pair:
         """By the prefill node that is best for it; one that failed, alone or by its link, only where every one did."""
@@ -175,24 +128,16 @@ class PairCosts:
 
     def _best_of(self, prefill: Sequence[Member], decode: Member, work: Work) -> Pair:
         """The first of equals."""
-        pairs = (self._handoff_by(member, decode, work) for member in prefill)
+        pairs = (self._prices.handoff(member, decode, work) for member in prefill)
         return min(pairs, key=lambda pair: (*self._failed(pair), not pair.may_begin, pair.cost_s))
-
-    def _handoff_by(self, prefill: Member, decode: Member, work: Work) -> Pair:
-        if not self._usual_s:
-            return Pair(prefill, decode, None)
-        forecast = forecast_handoff(prefill, decode, work, self._usual_s)
-        ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = ttft_s / prefill.status.weight + answer_s(decode.standing, work) / decode.status.weight
-        return Pair(prefill, decode, forecast, cost_s)
 
     # Order
 
     def _rank_prefill(self, num_best: int) -> list[Member]:
         """Best first: all while nothing is measured, then so many."""
         work = self.work
-        if self._usual_s:
-            return best_prefill(self._prefill, work, self._usual_s, self._suspects, self._avoid, num_best)
+        if self._prices.known:
+            return best_prefill(self._prefill, work, self._prices.token_s, self._suspects, self._avoid, num_best)
         return rank_prefill(
             *(self._prefill, work.cached_prefill),
             num_blocks=work.num_prompt_blocks,
@@ -203,10 +148,10 @@ class PairCosts:
     def _rank_decode(self) -> Sequence[Member]:
         """All while nothing is measured, best first; then those that may be the best."""
         work, suspects = self.work, {*self._suspects, *self._cut_off()}
-        if self._usual_s:
+        if self._prices.known:
             return best_decode(
-                *(self._decode, work, self._best_prefill[0] if self._best_prefill else None, self._usual_s),
-                *(self._num_blocks, suspects, self._avoid),
+                *(self._decode, work, self._best_prefill[0] if self._best_prefill else None, self._prices.token_s),
+                *(self._prices.answer_token_s, self._num_blocks, suspects, self._avoid),
                 may_compute=self.outgrown or self._local_tail_tokens > 0,
             )
         return rank_decode(
@@ -257,18 +202,6 @@ class PairCosts:
     def _num_blocks(self, decode: Member) -> int:
         """That it sets aside at first."""
         return self.work.num_blocks if self._num_blocks_now is None else self._num_blocks_now(decode)
-
-
-def answer_s(decode: Standing, work: Work) -> float:
-    """Seconds that the answer takes there, behind the prompts computed there, and that it holds up those beside it."""
-    return work.num_counted * decode.answer_token_s + decode.waiting_s
-
-
-def held_up_s(decode: Member, work: Work, usual_s: float) -> float:
-    """Seconds that the prompt, computed there, holds up the sequences that run there, all together."""
-    node = decode.standing
-    num_uncached = work.num_uncached(work.cached_decode.get(decode.info.instance_id, 0))
-    return node.num_rows * num_uncached * (node.token_s or usual_s)
 
 
 def _nodes(parties: Collection[Party]) -> set[InstanceId]:

@@ -14,7 +14,8 @@ from coordinator.forecast import Forecast
 from coordinator.foresight import Foretold
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
-from coordinator.pair_cost import Pair, PairCosts
+from coordinator.pair import Pair
+from coordinator.pair_cost import PairCosts
 from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot
@@ -169,7 +170,7 @@ class Placer:
     async def _ask_for_room(self) -> tuple[bool, Placement | None]:
         costs = self._costs()
         pairs = costs.ranked()
-        self._state.considered = [pair.describe() for pair in pairs[:MAX_CONSIDERED]]
+        self._state.considered = pairs[:MAX_CONSIDERED]
         if not costs.has_slot:
             self._why_refused.append("no prefill node has a slot")
         if self._state.answer.num_left == 1 and not costs.outgrown:
@@ -192,18 +193,21 @@ class Placer:
 
     def _assign(self, decode: Member, num_cached_blocks: int, pair: Pair) -> None:
         num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
-        num_tokens = max(1, len(self._state.token_ids) - num_cached) if pair.prefill is None else 0
+        num_tokens = max(1, self._state.num_tokens - num_cached) if pair.prefill is None else 0
         self._foretell(pair)
         self._cluster.assigned(decode, self._state.hashes(), num_tokens)
 
     def _foretell(self, pair: Pair) -> None:
         """Notes what the pair is expected to give, for when it shows."""
-        forecast = pair.forecast
+        state, forecast, now = self._state, pair.forecast, time.monotonic()
         if forecast is None:
-            self._state.foretold = None
+            state.foretold = None
             return
         ttft_s = self._cluster.foresight.correct_s(pair.way, forecast.ttft_s)
-        self._state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, time.monotonic())
+        state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, now)
+        if not state.answer.token_ids:
+            state.predicted_ttft_s = now - state.account.accepted_at + ttft_s
+            state.predicted_itl_s = forecast.itl_s
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""
@@ -247,7 +251,7 @@ class Placer:
         """What a decode node sets aside for the request when it admits it: what it is told to, or by its limits."""
         num_tokens, limits = self._state.num_positions_now or self._state.num_positions, member.status.limits
         if isinstance(limits, DecodeLimits) and not self._state.num_positions_now:
-            num_tokens = limits.num_reserved(len(self._state.token_ids), num_tokens)
+            num_tokens = limits.num_reserved(self._state.num_tokens, num_tokens)
         return self._state.accepted.model.layout.blocks_for(num_tokens)
 
     def _roles_needed(self) -> tuple[Role, ...]:

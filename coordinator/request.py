@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
 from coordinator.circuits import Party
 from coordinator.foresight import Foretold
 from coordinator.members import Member
+from coordinator.pair import Pair
 from coordinator.slo import NO_TARGETS, Targets
 from coordinator.steps import Steps
 from coordinator.tenants import CacheScope
@@ -72,8 +74,10 @@ class RequestState:
         self.account = Account(now)
         self.avoid: set[Party] = set()
         self.steps = Steps(accepted.request_id, now)
-        self.considered: list[str] = []  # for people: pairs of the last placement and what each was thought to cost
+        self.considered: Sequence[Pair] = ()  # when it was last tried to place it, best first
         self.foretold: Foretold | None = None  # of the last placement; None where nothing was measured
+        self.predicted_ttft_s = 0.0  # from acceptance; 0: not predicted
+        self.predicted_itl_s = 0.0
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)
@@ -93,9 +97,14 @@ class RequestState:
         return (*self.accepted.prompt_ids, *self.answer.token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Of the prompt and the answer so far."""
+        return len(self.accepted.prompt_ids) + len(self.answer.token_ids)
+
+    @property
     def num_positions(self) -> int:
         """Of prompt and whole answer: what a decode node reserves for. The same in every attempt."""
-        return len(self.accepted.prompt_ids) + len(self.answer.token_ids) + self.answer.num_left
+        return self.num_tokens + self.answer.num_left
 
     @property
     def num_positions_now(self) -> int:

@@ -66,6 +66,7 @@ def best_decode(
     work: Work,
     prefill: Member | None,
     usual_s: float,
+    usual_answer_s: float,
     num_blocks_now: Callable[[Member], int],
     suspects: Collection[Party],
     avoid: Collection[Party],
@@ -75,6 +76,7 @@ def best_decode(
     """By what each costs with the best prefill node, if there is one; or by itself, if it has measured what prompts
     take and they `may_compute`. The best first, of equals the least loaded.
 
+    `usual_s` and `usual_answer_s` are what a token of a prompt, and of an answer, costs nodes that measured nothing.
     `num_blocks_now` looks at nothing of a node but its limits' `reserve_output_tokens`.
     """
     uncached = _Uncached(work)
@@ -87,7 +89,7 @@ def best_decode(
         num_cached = cached.get(instance_id, 0)
         if num_cached not in handed_over:
             handed_over[num_cached] = _handed_over_s(prefill, work, usual_s, num_cached)
-        own_s = node.answer_token_s * num_counted + node.waiting_s
+        own_s = (node.answer_token_s or usual_answer_s) * num_counted + node.waiting_s
         cost_s = own_s / node.weight + handed_over[num_cached]
         if may_compute and node.token_s:
             num_uncached = uncached[num_cached]

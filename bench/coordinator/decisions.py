@@ -66,7 +66,8 @@ async def _measure(setting: Setting, num_nodes: int, seed: int) -> dict[str, lis
     app = Coordinator(
         CoordinatorConfig(model=setting.model, member_timeout_s=SILENCE_S), InstanceId("bench"), CollectorRegistry()
     )
-    cluster, nodes, draw = app._cluster, InstantNodes(), random.Random(seed)
+    (model,) = app._models
+    cluster, nodes, draw = model.cluster, InstantNodes(), random.Random(seed)
     cluster.nodes = nodes  # type: ignore[assignment]
     members = [cluster.join(_info(number)) for number in range(num_nodes)]
     for member in members:

@@ -93,3 +93,20 @@ async def test_kill_9_of_one_ends_its_streams_and_no_other(cluster: Cluster, mod
         await asyncio.to_thread(cluster.coordinators[0].restart)
         answer = await ask(theirs, random_prompt(100, 300), greedy(20))
         assert answer.token_ids == expected(reference, random_prompt(100, 300), 20)
+
+
+async def test_both_know_what_is_cached_also_by_requests_of_the_other_and_from_before_they_restarted(
+    cluster: Cluster,
+) -> None:
+    async with AsyncClient(cluster.addresses[1]) as client:
+        await ask(client, random_prompt(100, 400), greedy(5))
+        await wait_until_quiet(client, NUM_NODES)
+    await asyncio.to_thread(cluster.coordinators[0].kill)
+    await asyncio.to_thread(cluster.coordinators[0].restart)
+    for role, nodes in (("prefill-node", cluster.prefill), ("decode-node", cluster.decode)):
+        num_cached = sum(node.metric("kvrelay_kv_blocks", state="cached") for node in nodes)
+        assert num_cached >= 6
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            for coordinator in cluster.coordinators:
+                while coordinator.metric("kvrelay_prefix_index_blocks", role=role) != num_cached:
+                    await asyncio.sleep(0.05)

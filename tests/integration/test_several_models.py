@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def of_large(node: FakeNode) -> None:
 
 
 @asynccontextmanager
-async def two_models(blocks: int = 32, **settings: float) -> AsyncIterator[Ends]:
+async def two_models(blocks: int = 32, **settings: Any) -> AsyncIterator[Ends]:
     """A prefill and a decode node of "bytes", then one each of "large", which has blocks of twice the size."""
     async with ends(blocks=blocks, models=f"large={tokenizer_path()}", **settings) as cluster:
         decode = FakeDecodeNode("decode-large", blocks)
@@ -143,3 +144,18 @@ async def test_a_model_without_room_holds_up_no_other() -> None:
         assert (await cluster.client.status()).num_queued == 1
         full.at["token"].let_go()
         assert [answer.token_ids for answer in await asyncio.gather(*asked)] == [LARGE_IDS] * 2
+
+
+async def test_how_long_answers_of_one_model_get_says_nothing_of_anothers() -> None:
+    """A prompt of 100 tokens and up to 100 more: 13 blocks of 16, or 7 of 32, where nothing shorter is expected."""
+    async with two_models(reserve="expected") as cluster:
+        for _ in range(20):  # answers of 45 tokens: enough to expect another
+            await cluster.ask(model="bytes")
+        for node, model, num_blocks in ((cluster.decode[0], "bytes", 10), (cluster.decode[1], "large", 7)):
+            node.at["token"].hold()
+            asked = asyncio.create_task(cluster.ask(model=model))
+            async with asyncio.timeout(TIMEOUT_S):
+                await node.until(lambda node=node: node.num_reserved > 0)  # type: ignore[misc]
+            assert node.num_reserved == num_blocks
+            node.at["token"].let_go()
+            await asked

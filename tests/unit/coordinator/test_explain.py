@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.explain import EndedRequests
+from coordinator.answer import Answer
+from coordinator.explain import EndedRequests, Life
+from coordinator.foresight import Foretold, Way
 from coordinator.lifetime import Edge, Lifetime
+from coordinator.request import AcceptedRequest, RequestState
 from coordinator.steps import MAX_DETAIL_CHARS, Steps
-from kvrelay.explanation import Explanation, LifeStep
-from kvrelay.inference import Timing, Usage
+from coordinator.tenants import CacheScope
+from kvrelay.cluster import ModelInfo
+from kvrelay.explanation import Explanation, ForecastOutcome, LifeStep
+from kvrelay.inference import RequestFailed, Timing, Usage
+from kvrelay.kv.layout import KVLayout
+from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import RequestId
 from tests.support.manual_clock import ManualClock
 
@@ -81,3 +88,58 @@ def test_every_edge_is_a_line_of_the_debug_log(caplog: pytest.LogCaptureFixture)
         Lifetime(Steps(RequestId("mine"), 0.0, clock=lambda: 1.5).take).take(Edge.ACCEPTED, "8 prompt tokens")
     said = [record.getMessage() for record in caplog.records if record.name == "coordinator.steps"]
     assert said == ["mine: accepted after 1.500 s 8 prompt tokens"]
+
+
+class NoText:
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+
+class OneFlow:
+    """What Life looks at of a flow."""
+
+    def __init__(self) -> None:
+        layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=2)
+        model = ModelInfo("m", "aa", "llama", 100, 300, (2,), layout, "float32", "plain")
+        sampling = SamplingParams(max_tokens=9, seed=9)
+        scope = CacheScope(b"s", "acme")
+        accepted = AcceptedRequest(RequestId("r"), RequestId("r#1"), (5, 6, 7), sampling, model, scope)
+        self.state = RequestState(accepted, Answer(NoText(), sampling, (2,)), 10.0)
+        self.lifetime = Lifetime(self.state.steps.take)
+
+    def explain(self, last_token_at: float | None = None, end: RequestFailed | None = None) -> Explanation:
+        return Life([self], "m", end, last_token_at).explain(20.0)  # type: ignore[list-item]
+
+
+def test_what_was_predicted_beside_what_came() -> None:
+    flow = OneFlow()
+    assert flow.explain().forecast == ForecastOutcome()
+    flow.state.foretold = Foretold(Way.HANDOFF, worked_out_s=0.25, ttft_s=0.5, itl_s=0.125, at=11.0)
+    assert flow.explain().forecast == ForecastOutcome(1.5, 0.0, 0.125, 0.0)
+    flow.state.account.first_token_at = 12.0
+    flow.state.answer.add([GeneratedToken(8)] * 5)
+    assert flow.explain(last_token_at=14.0).forecast == ForecastOutcome(1.5, 2.0, 0.125, 0.5)
+    flow.state.foretold = Foretold(Way.HANDOFF, worked_out_s=0.25, ttft_s=0.5, itl_s=0.25, at=15.0)  # of a resume
+    assert flow.explain(last_token_at=14.0).forecast == ForecastOutcome(0.0, 2.0, 0.25, 0.5)
+
+
+def test_blocks_are_those_set_aside_or_the_more_that_it_grew_into() -> None:
+    flow = OneFlow()
+    assert flow.explain().num_blocks == 0
+    flow.state.account.decode_node, flow.state.account.num_blocks = "d:1", 3
+    assert flow.explain().num_blocks == 3
+    flow.state.answer.add([GeneratedToken(8)] * 5)
+    assert flow.explain().num_blocks == 4
+
+
+def test_a_state_is_that_of_its_stage_until_it_ends() -> None:
+    flow = OneFlow()
+    flow.lifetime.take(Edge.ACCEPTED)
+    assert flow.explain().state == "waiting"
+    flow.lifetime.take(Edge.TRIED)
+    flow.lifetime.take(Edge.TAIL_SENT)
+    assert flow.explain().state == "running"
+    for code, state in (("cancelled", "cancelled"), ("unavailable", "failed")):
+        end = RequestFailed(code, "why", retryable=False)
+        told = flow.explain(end=end)
+        assert (told.state, told.error) == (state, end)

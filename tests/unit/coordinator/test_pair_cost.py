@@ -13,7 +13,8 @@ from coordinator.circuits import Party
 from coordinator.forecast import Work
 from coordinator.foresight import Foresight, Foretold, Way
 from coordinator.members import Member
-from coordinator.pair_cost import Pair, PairCosts, rank_pairs
+from coordinator.pair import Pair
+from coordinator.pair_cost import PairCosts, rank_pairs
 from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
@@ -90,6 +91,12 @@ def test_a_sequence_more_counts_for_those_beside_it_too() -> None:
     assert best([prefill_node()], decode, work()) == ("p1", "d2")
     decode[1] = decode_node("d2", running=1, step_s=0.029)
     assert best([prefill_node()], decode, work()) == ("p1", "d1")
+
+
+def test_a_decode_node_that_has_just_joined_is_taken_for_one_like_the_others() -> None:
+    """It has measured no step, and yet is none that takes no time."""
+    decode = [decode_node("d1"), decode_node("d2", step_s=0.01), decode_node("d3", step_s=0.03)]
+    assert [one for _, one in names(rank_pairs([prefill_node()], decode, work()))] == ["d2", "d1", "d3"]
 
 
 def test_a_full_batch_is_waited_for() -> None:
@@ -174,6 +181,12 @@ def test_what_the_decode_node_turns_out_to_have_settles_who_computes() -> None:
     settled = costs.pair_with(decode, num_cached_blocks=62)
     assert settled is not None
     assert names([settled]) == [("-", "d1")]
+
+
+def test_a_pair_says_what_it_is_thought_to_cost() -> None:
+    ranked = rank_pairs([prefill_node()], [decode_node(step_s=0.01)], work())
+    assert [str(pair) for pair in ranked] == ["p1 and d1: first token in 1 s, cost 1.64 s"]
+    assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "p1 and d1: not measured yet"
 
 
 def test_all_prefill_nodes_stand_in_line_for_a_retry() -> None:
