@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from bench.sim.cluster import Setup, simulate
-from bench.sim.load import azure, cut, paced
+from bench.sim.load import Arrival, azure, cut, paced
 from bench.sim.reserving import Expected, Full
 from bench.sim.results import Goal, capacity_per_s, finished, goodput, quantile, ttfts_s
 from bench.sim.tables import cell, table
@@ -39,11 +39,17 @@ class Measured:
     turned_away: float  # of 1,000 requests, and those that gave up
 
 
+@cache
+def slice_of(trace: str, number: int, options: Options) -> tuple[list[Arrival], float]:
+    """And how many of its requests a second `full` can end."""
+    arrivals = cut(azure(trace, MAX_TOKENS), number, options.num_slices)[: options.num_requests]
+    return arrivals, capacity_per_s(SETUPS[trace], arrivals, number)
+
+
 def measure(task: Task) -> dict[float, Measured]:
     """By load, as a multiple of what `full` can do with the slice."""
-    arrivals = cut(azure(task.trace, MAX_TOKENS), task.number, task.options.num_slices)[: task.options.num_requests]
+    arrivals, capacity = slice_of(task.trace, task.number, task.options)
     setup = SETUPS[task.trace]
-    capacity = capacity_per_s(setup, arrivals, task.number)
     measured = {}
     for factor in FACTORS:
         load = paced(arrivals, factor * capacity)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from bench.sim.cluster import Setup, simulate
-from bench.sim.load import azure, cut, paced
+from bench.sim.load import Arrival, azure, cut, paced
 from bench.sim.pairs import PairCost
 from bench.sim.results import capacity_per_s, finished, quantile, ttfts_s
 from bench.sim.shapes import NodeShape
@@ -40,10 +40,16 @@ class Measured:
     itl_p95_s: float
 
 
+@cache
+def slice_of(number: int, options: Options) -> tuple[list[Arrival], float]:
+    """And how many of its requests a second the cluster can end without such prompts."""
+    arrivals = cut(azure("conv", MAX_TOKENS), number, options.num_slices)[: options.num_requests]
+    return arrivals, capacity_per_s(POLICIES["never"], arrivals, number)
+
+
 def measure(task: Task) -> dict[float, Measured]:
-    """By load, as a multiple of what the cluster can do with the slice without tails."""
-    arrivals = cut(azure("conv", MAX_TOKENS), task.number, task.options.num_slices)[: task.options.num_requests]
-    capacity = capacity_per_s(POLICIES["never"], arrivals, task.number)
+    """By load, as a multiple of what the cluster can do with the slice without such prompts."""
+    arrivals, capacity = slice_of(task.number, task.options)
     measured = {}
     for factor in FACTORS:
         run = simulate(POLICIES[task.policy], paced(arrivals, factor * capacity), task.number)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cache
 
 from bench.sim.cluster import Setup, simulate
-from bench.sim.load import azure, cut, paced
+from bench.sim.load import Arrival, azure, cut, paced
 from bench.sim.results import Goal, capacity_per_s, finished, goodput, quantile, ttfts_s
 from bench.sim.tables import cell, table
 from bench.sim.tasks import Options, measure_all
@@ -35,10 +36,16 @@ class Measured:
     error_p95_s: float
 
 
+@cache
+def slice_of(number: int, options: Options) -> tuple[list[Arrival], float]:
+    """And how many of its requests a second the cluster can end."""
+    arrivals = cut(azure("conv", MAX_TOKENS), number, options.num_slices)[: options.num_requests]
+    return arrivals, capacity_per_s(SETUP, arrivals, number)
+
+
 def measure(task: Task) -> dict[float, Measured]:
     """By load, as a multiple of what the cluster can do with the slice."""
-    arrivals = cut(azure("conv", MAX_TOKENS), task.number, task.options.num_slices)[: task.options.num_requests]
-    capacity = capacity_per_s(SETUP, arrivals, task.number)
+    arrivals, capacity = slice_of(task.number, task.options)
     measured = {}
     for factor in FACTORS:
         load = paced(arrivals, factor * capacity)

@@ -249,3 +249,18 @@ def test_the_order_is_one_and_no_suspect_goes_before_another_that_can(data: st.D
 def _can(decode: Member, ranked: list[Pair]) -> bool:
     """Whether a pair with it was to be had whose prefill node is no suspect either."""
     return any(pair.decode is decode for pair in ranked)
+
+
+def test_what_others_were_sent_while_a_decode_node_was_asked_counts() -> None:
+    """Three tries of one moment rank the same prefill nodes; each goes on once its decode node has granted room."""
+    prefill, decode = [prefill_node(name) for name in ("p1", "p2", "p3")], decode_node()
+    tries = [PairCosts(prefill, [decode], work()) for _ in range(3)]
+    chosen = []
+    for costs in tries:
+        pair = costs.pair_with(decode, 0)
+        assert pair is not None
+        assert pair.prefill is not None
+        pair.prefill.num_assigned += 1
+        pair.prefill.num_assigned_tokens += 1_000
+        chosen.append(name(pair.prefill))
+    assert chosen == ["p1", "p2", "p3"]
