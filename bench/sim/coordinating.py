@@ -32,9 +32,7 @@ from kvrelay.types import BlockHash, InstanceId, Role
 class Books:
     """What the coordinator knows of caches, and what it took to decide."""
 
-    caches: dict[Role, PrefixIndex] = field(
-        default_factory=lambda: {role: PrefixIndex() for role in COMPUTING_ROLES}
-    )
+    caches: dict[Role, PrefixIndex] = field(default_factory=lambda: {role: PrefixIndex() for role in COMPUTING_ROLES})
     decisions_s: list[float] = field(default_factory=list)  # of the processor, to rank the nodes for one try
     num_reserves: int = 0  # calls
 

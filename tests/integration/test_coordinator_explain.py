@@ -29,7 +29,7 @@ def in_order(times: Sequence[float]) -> bool:
 
 
 def told_choice(cluster: Ends) -> str:
-    return f"{cluster.decode[0].address}, prompt by {cluster.prefill[0].address}: not measured yet"
+    return f"{cluster.prefill[0].address} and {cluster.decode[0].address}: not measured yet"
 
 
 async def test_a_finished_request() -> None:
