@@ -26,10 +26,11 @@ class Pair:
 
     def __str__(self) -> str:
         """For people."""
-        names = " and ".join(member.info.address for member in (self.prefill, self.decode) if member is not None)
+        computes = self.prefill.info.address if self.prefill is not None else "itself"
+        where = computes if self.decode is None else f"{self.decode.info.address}, prompt by {computes}"
         if self.forecast is None:
-            return f"{names}: not measured yet"
-        return f"{names}: first token in {self.forecast.ttft_s:.3g} s, cost {self.cost_s:.3g} s"
+            return f"{where}: not measured yet"
+        return f"{where}: first token in {self.forecast.ttft_s:.3g} s, costs {self.cost_s:.3g} s"
 
     @property
     def way(self) -> Way:

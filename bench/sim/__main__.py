@@ -8,12 +8,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import overload, placements, reservations, scale
+from bench.sim import overload, placements, reservations, scale, tails, targets
 from bench.sim.tasks import Options
 
 ROWS: dict[str, Callable[[Options], str]] = {
     "reservations": reservations.report,
     "placement": placements.report,
+    "targets": targets.report,
+    "tails": tails.report,
     "overload": overload.report,
     "scale": scale.report,
 }

@@ -14,10 +14,11 @@ from bench.sim.clock import VirtualClock
 from bench.sim.coordinating import Coordinator
 from bench.sim.decoding import DecodeNode
 from bench.sim.load import Arrival, block_hashes
-from bench.sim.placing import Placing, Routed
+from bench.sim.pairs import PairCost
+from bench.sim.placing import Placing
 from bench.sim.prefilling import PrefillNode
 from bench.sim.reporting import Reports
-from bench.sim.request import Outcome, SimRequest
+from bench.sim.request import NOT_LET_IN, SimRequest
 from bench.sim.reserving import Full, Reserving
 from bench.sim.shapes import NodeShape
 from coordinator.admission import Admission
@@ -25,6 +26,7 @@ from coordinator.fairness import DeficitRounds
 from coordinator.members import Member, Members
 from coordinator.places import Places
 from coordinator.retry_advice import RetryAdvice
+from coordinator.slo import NO_TARGETS, Targets
 from coordinator.tenant_policy import TenantPolicies
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
 from kvrelay.kv.layout import KVLayout
@@ -41,10 +43,10 @@ class Setup:
     num_prefill: int = 6
     num_decode: int = 3
     shape: NodeShape = field(default_factory=NodeShape)
-    placing: Callable[[], Placing] = Routed
+    placing: Callable[[], Placing] = PairCost
     reserving: Callable[[], Reserving] = Full
     policies: TenantPolicies = field(default_factory=TenantPolicies)
-    local_tail_tokens: int = 32
+    targets: Targets = NO_TARGETS  # that all requests name
     max_queue: int = 256
     max_queue_wait_s: float = 60.0
     max_returns: int = 0  # how often one that is turned away comes back, when it was told to
@@ -82,7 +84,7 @@ class Simulation:
             Admission(self._places, DeficitRounds(setup.policies.weight), RetryAdvice()),
             placing=setup.placing(),
             reserving=setup.reserving(),
-            local_tail_tokens=setup.local_tail_tokens,
+            targets=setup.targets,
             max_queue_wait_s=setup.max_queue_wait_s,
             ended=self._ended,
         )
@@ -113,8 +115,8 @@ class Simulation:
             prefill_tokens=[node.num_computed_tokens for node in coordinator.prefill.values()],
             decode_rows=[node.num_row_steps for node in coordinator.decode.values()],
             queued=self._queued,
-            decisions_s=coordinator.books.decisions_s,
-            num_reserves=coordinator.books.num_reserves,
+            decisions_s=coordinator.decisions_s,
+            num_reserves=coordinator.num_reserves,
             returns=self._returns,
             num_events=self.clock.num_events,
             wall_s=time.perf_counter() - started,
@@ -147,11 +149,10 @@ class Simulation:
         self._come(arrivals, start_s)
 
     def _ended(self, request: SimRequest) -> None:
-        if request.outcome is Outcome.TURNED_AWAY and request.num_returns < self._setup.max_returns:
-            assert request.told_s is not None
-            if self.clock.now + request.told_s <= self._load_ends_at:
-                self.clock.after(request.told_s, self._return, request)
-                return
+        may_return = request.outcome in NOT_LET_IN and request.num_returns < self._setup.max_returns
+        if may_return and request.told_s and self.clock.now + request.told_s <= self._load_ends_at:
+            self.clock.after(request.told_s, self._return, request)
+            return
         request.hashes = []
         self._requests.append(request)
 
@@ -159,7 +160,7 @@ class Simulation:
         request.num_returns += 1
         request.outcome = None
         self.coordinator.ask(request)
-        self._returns.append(request.outcome is not Outcome.TURNED_AWAY)
+        self._returns.append(request.outcome not in NOT_LET_IN)
 
     def _look(self) -> None:
         self._queued.append({tenant: self._places.taken(tenant).num_places for tenant in self._tenants})
@@ -183,6 +184,7 @@ class Simulation:
         node = DecodeNode(
             self.clock,
             self._setup.shape,
+            began=self.coordinator.began,
             finished=self.coordinator.finished,
             changed=lambda: reports.changed(),
         )
@@ -204,8 +206,9 @@ class Simulation:
 
     def _join(self, role: Role, number: int) -> Member:
         name = InstanceId(f"{role.value}-{number}")
-        self.coordinator.books.caches[role].joined(name, 0.0)
-        return self._members.join(NodeInfo(role, name, name, _model(self._setup.shape)), 0.0)
+        member = self._members.join(NodeInfo(role, name, name, _model(self._setup.shape)), 0.0)
+        self.coordinator.joined(member)
+        return member
 
 
 def _model(shape: NodeShape) -> ModelInfo:

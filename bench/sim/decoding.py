@@ -24,14 +24,15 @@ MAX_MODEL_LEN = 1 << 30  # no answer is cut by it
 
 
 class DecodeNode:
-    """`finished` is called with a request whose answer is complete, when its last token is drawn; `changed` whenever
-    the status may be another."""
+    """`began` is called with a request whose first token is here, `finished` when its last one is drawn, and `changed`
+    whenever the status may be another."""
 
     def __init__(
         self,
         clock: VirtualClock,
         shape: NodeShape,
         *,
+        began: Callable[[SimRequest], None],
         finished: Callable[[SimRequest], None],
         changed: Callable[[], None],
     ) -> None:
@@ -40,6 +41,7 @@ class DecodeNode:
         self.num_row_steps = 0
         self._clock = clock
         self._shape = shape
+        self._began = began
         self._finished = finished
         self._changed = changed
         self._scheduler = Scheduler(shape.decode_limits)
@@ -66,8 +68,13 @@ class DecodeNode:
             num_waiting=scheduler.num_waiting,
             num_slots_free=max(0, limits.max_requests - self.num_requests) if is_open else 0,
             num_reservations=len(self._pending),
+            num_waiting_tokens=sum(max(0, one.num_uncomputed - 1) for one in self._requests),
             limits=limits,
-            rates=NodeRates(prefill_tokens_per_s=1 / step.prompt_token_s, step_s=step.fixed_s, step_row_s=step.row_s),
+            rates=NodeRates(
+                prefill_tokens_per_s=1 / step.prompt_token_s if self._shape.tells_prompt_rate else 0.0,
+                step_s=step.fixed_s,
+                step_row_s=step.row_s,
+            ),
         )
 
     def reserve(self, request: SimRequest, num_tokens: int) -> int | None:
@@ -189,6 +196,7 @@ class DecodeNode:
 
     def _drew_first(self, request: SimRequest) -> None:
         request.first_token_at = self._clock.now + self._shape.call_s
+        self._began(request)
 
     def _end(self, sequence: CountedSequence) -> None:
         request = self._requests.pop(sequence)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cache
 
 from bench.sim.cluster import Setup, simulate
-from bench.sim.load import cut, mooncake, paced
+from bench.sim.load import Arrival, cut, mooncake, paced
+from bench.sim.pairs import PairCost
 from bench.sim.placing import LeastLoaded, PrefixAffinity, RoundRobin, Routed
 from bench.sim.results import capacity_per_s, finished, hit_rate, imbalance, quantile, ttfts_s
 from bench.sim.shapes import NodeShape, StepTime
@@ -14,7 +16,7 @@ from bench.sim.tables import cell, table
 from bench.sim.tasks import Options, measure_all
 
 MAX_TOKENS = 2_048
-LONGEST = 32_000  # tokens of a prompt: nine of ten are no longer
+LONGEST = 16_000  # tokens of a prompt: three of four are no longer
 # An 8B model on GPUs of 80 GB: 480,000 tokens of KV each, 9,000 tokens of prompt a second.
 SETUP = Setup(
     num_prefill=6,
@@ -27,7 +29,7 @@ SETUP = Setup(
         link_bytes_per_s=1e10,
     ),
 )
-POLICIES = {policy.name: policy for policy in (RoundRobin, LeastLoaded, PrefixAffinity, Routed)}
+POLICIES = {policy.name: policy for policy in (RoundRobin, LeastLoaded, PrefixAffinity, Routed, PairCost)}
 FACTORS = (0.5, 0.9)
 
 
@@ -47,11 +49,17 @@ class Measured:
     answers: float  # share of all requests
 
 
+@cache
+def slice_of(number: int, options: Options) -> tuple[list[Arrival], float]:
+    """And how many of its requests a second the cluster can end when nodes are taken in turn."""
+    trace = mooncake("conversation", MAX_TOKENS, LONGEST)
+    arrivals = cut(trace, number, options.num_slices)[: options.num_requests]
+    return arrivals, capacity_per_s(replace(SETUP, placing=RoundRobin), arrivals, number)
+
+
 def measure(task: Task) -> dict[float, Measured]:
     """By load, as a multiple of what the cluster can do with the slice when nodes are taken in turn."""
-    trace = mooncake("conversation", MAX_TOKENS, LONGEST)
-    arrivals = cut(trace, task.number, task.options.num_slices)[: task.options.num_requests]
-    capacity = capacity_per_s(replace(SETUP, placing=RoundRobin), arrivals, task.number)
+    arrivals, capacity = slice_of(task.number, task.options)
     measured = {}
     for factor in FACTORS:
         setup = replace(SETUP, placing=POLICIES[task.policy])

@@ -84,15 +84,12 @@ class PrefillNode:
             rates=NodeRates(
                 prefill_tokens_per_s=budget / step.of(0, budget), handoff_bytes_per_s=self._shape.link_bytes_per_s
             ),
-            num_waiting_tokens=self._num_tokens_to_compute(),
+            num_waiting_tokens=output.num_waiting_tokens,
         )
 
     def submit(self, request: SimRequest, busy: frozenset[InstanceId]) -> None:
         """Computes its prompt and hands it over, past what the decode node has. `busy` refused it before."""
         self._command(lambda: self._submit(request, busy))
-
-    def _num_tokens_to_compute(self) -> int:
-        return sum(job.sequence.num_uncomputed for job in self._jobs.values())
 
     def _submit(self, request: SimRequest, busy: frozenset[InstanceId]) -> None:
         job_id, sequence = JobId(self._num_jobs), request.sequence()

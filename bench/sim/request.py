@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from bench.sim.load import Arrival
+from coordinator.foresight import Foretold
 from coordinator.queue import Ticket
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import BlockHash, BlockId, InstanceId, RequestId
@@ -13,8 +14,12 @@ from kvrelay.types import BlockHash, BlockId, InstanceId, RequestId
 
 class Outcome(Enum):
     FINISHED = "finished"
+    OUT_OF_REACH = "out of reach"  # its targets, it was told at the door
     TURNED_AWAY = "turned away"  # before it waited
     GAVE_UP = "gave up"  # found no room within the time that one may wait
+
+
+NOT_LET_IN = (Outcome.OUT_OF_REACH, Outcome.TURNED_AWAY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class SimRequest:
     num_cached_prefill: int = 0  # prompt tokens found where it was computed
     num_cached_decode: int = 0
     num_preemptions: int = 0
+    foretold: Foretold | None = None  # when it was placed
+    predicted_s: float | None = None  # until the first token, when it was let in
     entered_at: float = 0.0
     granted_at: float | None = None
     first_token_at: float | None = None

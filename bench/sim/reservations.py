@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from bench.sim.cluster import Setup, simulate
-from bench.sim.load import azure, cut, paced
+from bench.sim.load import Arrival, azure, cut, paced
 from bench.sim.reserving import Expected, Full
-from bench.sim.results import Targets, capacity_per_s, finished, goodput, quantile, ttfts_s
+from bench.sim.results import Goal, capacity_per_s, finished, goodput, quantile, ttfts_s
 from bench.sim.tables import cell, table
 from bench.sim.tasks import Options, measure_all
 
 MAX_TOKENS = 1_024
-TARGETS = Targets(ttft_s=2.0, itl_s=0.05)
+GOAL = Goal(ttft_s=2.0, itl_s=0.05)
 SETUPS = {"conv": Setup(num_prefill=3, num_decode=1), "code": Setup(num_prefill=4, num_decode=1)}
 POLICIES = {"full": Full, "expected, 0.5": partial(Expected, 0.5), "expected, 0.9": partial(Expected, 0.9)}
 FACTORS = (0.5, 1.0, 1.5, 2.0)
@@ -39,18 +39,24 @@ class Measured:
     turned_away: float  # of 1,000 requests, and those that gave up
 
 
+@cache
+def slice_of(trace: str, number: int, options: Options) -> tuple[list[Arrival], float]:
+    """And how many of its requests a second `full` can end."""
+    arrivals = cut(azure(trace, MAX_TOKENS), number, options.num_slices)[: options.num_requests]
+    return arrivals, capacity_per_s(SETUPS[trace], arrivals, number)
+
+
 def measure(task: Task) -> dict[float, Measured]:
     """By load, as a multiple of what `full` can do with the slice."""
-    arrivals = cut(azure(task.trace, MAX_TOKENS), task.number, task.options.num_slices)[: task.options.num_requests]
+    arrivals, capacity = slice_of(task.trace, task.number, task.options)
     setup = SETUPS[task.trace]
-    capacity = capacity_per_s(setup, arrivals, task.number)
     measured = {}
     for factor in FACTORS:
         load = paced(arrivals, factor * capacity)
         run = simulate(replace(setup, reserving=POLICIES[task.policy]), load, task.number)
         done = finished(run)
         measured[factor] = Measured(
-            goodput(run, TARGETS, load[-1].at),
+            goodput(run, GOAL, load[-1].at),
             len(done) / run.seconds,
             quantile(ttfts_s(run), 0.95),
             1_000 * sum(request.num_preemptions for request in done) / len(done),
@@ -86,6 +92,6 @@ def report(options: Options) -> str:
         *("preemptions per 1,000", "turned away per 1,000"),
     )
     return (
-        f"Reservations (virtual time): goodput counts answers with TTFT within {TARGETS.ttft_s:g} s and a mean time "
-        f"between tokens within {1_000 * TARGETS.itl_s:g} ms; 1x is what `full` can do\n\n{table(columns, rows)}"
+        f"Reservations (virtual time): goodput counts answers with TTFT within {GOAL.ttft_s:g} s and a mean time "
+        f"between tokens within {1_000 * GOAL.itl_s:g} ms; 1x is what `full` can do\n\n{table(columns, rows)}"
     )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from typing import Protocol
 
 from bench.sim.load import Arrival
-
-NUM_RECENT = 256  # answers of a tenant by which the next ones are judged
-MIN_RECENT = 16  # with fewer, all of max_tokens is set aside
+from coordinator.output_lengths import OutputLengths
 
 
 class Reserving(Protocol):
@@ -33,19 +30,14 @@ class Full:
 
 
 class Expected:
-    """A quantile of the tenant's recent answers."""
+    """coordinator.output_lengths: a quantile of the tenant's recent answers."""
 
     def __init__(self, quantile: float) -> None:
         self.name = f"expected, {quantile:g}"
-        self._quantile = quantile
-        self._recent: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_RECENT))
+        self._lengths = OutputLengths(quantile)
 
     def num_output(self, arrival: Arrival) -> int:
-        recent = self._recent[arrival.tenant]
-        if len(recent) < MIN_RECENT:
-            return arrival.max_tokens
-        expected = sorted(recent)[min(len(recent) - 1, int(self._quantile * len(recent)))]
-        return min(expected, arrival.max_tokens)
+        return self._lengths.expected(arrival.tenant, arrival.max_tokens)
 
     def finished(self, arrival: Arrival) -> None:
-        self._recent[arrival.tenant].append(arrival.num_output)
+        self._lengths.note(arrival.tenant, arrival.num_output)

@@ -13,7 +13,7 @@ from bench.sim.request import Outcome, SimRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class Goal:
     """A request counts for goodput when it met both."""
 
     ttft_s: float = 2.0
@@ -39,9 +39,9 @@ def finished(run: Run) -> list[SimRequest]:
     return [request for request in run.requests if request.outcome is Outcome.FINISHED]
 
 
-def goodput(run: Run, targets: Targets, asked_s: float) -> float:
-    """Requests a second that met their targets, of those that came in `asked_s`."""
-    return sum(map(targets.met, run.requests)) / asked_s
+def goodput(run: Run, goal: Goal, asked_s: float) -> float:
+    """Requests a second that met the goal, of those that came in `asked_s`."""
+    return sum(map(goal.met, run.requests)) / asked_s
 
 
 def ttfts_s(run: Run) -> list[float]:

@@ -38,6 +38,7 @@ class NodeShape:
     link_bytes_per_s: float = 2.5e9
     call_s: float = 0.001  # one way between coordinator and node
     status_interval_s: float = 0.25  # a node tells of itself so often, where something changed
+    tells_prompt_rate: bool = True  # decode nodes say how fast they compute prompts
     decode_limits: DecodeLimits = _DECODE_LIMITS
     prefill_limits: PrefillLimits = _PREFILL_LIMITS
 

@@ -11,9 +11,10 @@ import pytest
 from bench.sim.clock import VirtualClock
 from bench.sim.cluster import Setup, Simulation, simulate
 from bench.sim.load import Arrival, azure, block_hashes, cut, mooncake, paced
+from bench.sim.placing import Routed
 from bench.sim.request import Outcome, SimRequest
 from bench.sim.reserving import Expected
-from bench.sim.results import Targets, capacity_per_s, goodput, hit_rate
+from bench.sim.results import Goal, capacity_per_s, goodput, hit_rate
 from bench.sim.shapes import NodeShape, StepTime
 from coordinator.holders import keys_of
 
@@ -26,7 +27,7 @@ ROUND = NodeShape(
     call_s=0.0005,
     status_interval_s=0.1,
 )
-ONE_OF_EACH = Setup(num_prefill=1, num_decode=1, shape=ROUND)
+ONE_OF_EACH = Setup(num_prefill=1, num_decode=1, shape=ROUND, placing=Routed)
 
 
 def busy_load(num_requests: int = 100) -> list[Arrival]:
@@ -117,7 +118,7 @@ def test_who_is_turned_away_comes_back_when_it_was_told_to() -> None:
 def test_a_coordinator_sees_a_status_no_more_often_than_nodes_send_it() -> None:
     """One that never hears again sends all it has room for and no more: places that came free are not known."""
     shape = replace(ROUND, status_interval_s=1_000.0, call_s=0.001)
-    simulation = Simulation(Setup(num_prefill=1, num_decode=1, shape=shape, max_queue_wait_s=5.0), seed=3)
+    simulation = Simulation(replace(ONE_OF_EACH, shape=shape, max_queue_wait_s=5.0), seed=3)
     run = simulation.run([Arrival(0.1 * number, 100, 2, 8) for number in range(12)])
     num_places = shape.prefill_limits.max_prefills + shape.prefill_limits.max_waiting
     assert Counter(request.outcome for request in run.requests) == {
@@ -138,9 +139,9 @@ def test_events_happen_in_order_and_equal_ones_as_they_were_asked_for() -> None:
 
 def test_goodput_counts_what_met_both_targets() -> None:
     run = simulate(ONE_OF_EACH, [Arrival(0.0, 100, 4, 8), Arrival(100.0, 300, 4, 8)])
-    assert goodput(run, Targets(ttft_s=0.25, itl_s=0.02), 10.0) == pytest.approx(0.1)  # the second takes 0.6 s
-    assert goodput(run, Targets(ttft_s=1.0, itl_s=0.02), 10.0) == pytest.approx(0.2)
-    assert goodput(run, Targets(ttft_s=1.0, itl_s=0.01), 10.0) == 0.0
+    assert goodput(run, Goal(ttft_s=0.25, itl_s=0.02), 10.0) == pytest.approx(0.1)  # the second takes 0.6 s
+    assert goodput(run, Goal(ttft_s=1.0, itl_s=0.02), 10.0) == pytest.approx(0.2)
+    assert goodput(run, Goal(ttft_s=1.0, itl_s=0.01), 10.0) == 0.0
 
 
 def test_capacity_is_what_the_slowest_part_can_do() -> None:

@@ -185,7 +185,7 @@ def test_what_the_decode_node_turns_out_to_have_settles_who_computes() -> None:
 
 def test_a_pair_says_what_it_is_thought_to_cost() -> None:
     ranked = rank_pairs([prefill_node()], [decode_node(step_s=0.01)], work())
-    assert [str(pair) for pair in ranked] == ["p1 and d1: first token in 1 s, cost 1.64 s"]
+    assert [str(pair) for pair in ranked] == ["d1, prompt by p1: first token in 1 s, costs 1.64 s"]
     assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "p1 and d1: not measured yet"
 
 
@@ -249,3 +249,18 @@ def test_the_order_is_one_and_no_suspect_goes_before_another_that_can(data: st.D
 def _can(decode: Member, ranked: list[Pair]) -> bool:
     """Whether a pair with it was to be had whose prefill node is no suspect either."""
     return any(pair.decode is decode for pair in ranked)
+
+
+def test_what_others_were_sent_while_a_decode_node_was_asked_counts() -> None:
+    """Three tries of one moment rank the same prefill nodes; each goes on once its decode node has granted room."""
+    prefill, decode = [prefill_node(name) for name in ("p1", "p2", "p3")], decode_node()
+    tries = [PairCosts(prefill, [decode], work()) for _ in range(3)]
+    chosen = []
+    for costs in tries:
+        pair = costs.pair_with(decode, 0)
+        assert pair is not None
+        assert pair.prefill is not None
+        pair.prefill.num_assigned += 1
+        pair.prefill.num_assigned_tokens += 1_000
+        chosen.append(name(pair.prefill))
+    assert chosen == ["p1", "p2", "p3"]
