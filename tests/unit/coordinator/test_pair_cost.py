@@ -186,7 +186,7 @@ def test_what_the_decode_node_turns_out_to_have_settles_who_computes() -> None:
 def test_a_pair_says_what_it_is_thought_to_cost() -> None:
     ranked = rank_pairs([prefill_node()], [decode_node(step_s=0.01)], work())
     assert [str(pair) for pair in ranked] == ["d1, prompt by p1: first token in 1 s, costs 1.64 s"]
-    assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "p1 and d1: not measured yet"
+    assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "d1, prompt by p1: not measured yet"
 
 
 def test_all_prefill_nodes_stand_in_line_for_a_retry() -> None:
