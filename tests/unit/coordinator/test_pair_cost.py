@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,19 @@ def test_an_idle_decode_node_computes_a_whole_prompt_where_the_queue_is_longer(
     """It takes 2 ms a token, so 2 s; the prefill node takes 1 s once its turn has come."""
     prefill = prefill_node(running=2, waiting_tokens=waiting_tokens)
     assert best([prefill], [decode_node(rate=500)], work(), local_tail_tokens=32) == (chosen, "d1")
+
+
+def test_a_node_that_got_weight_0_while_the_request_asked_for_room_is_passed_over_or_has_what_it_granted() -> None:
+    """The decode node has granted its blocks already, so it goes on; the prefill node was not asked yet."""
+    prefill, decode = [prefill_node("p1"), prefill_node("p2")], decode_node(rate=500)
+    costs = PairCosts(prefill, [decode], work(), local_tail_tokens=32)
+    assert names(costs.ranked()) == [("p1", "d1")]
+    for member in (prefill[0], decode):
+        member.status = replace(member.status, weight=0.0)
+    pair = costs.pair_with(decode, 0)
+    assert pair is not None
+    assert names([pair]) == [("p2", "d1")]
+    assert PairCosts(prefill, [decode], work()).ranked() == []
 
 
 @pytest.mark.parametrize("settings", [{"local_tail_tokens": 0}, {}])
