@@ -128,6 +128,13 @@ def test_equals_are_told_apart_by_load_and_then_by_name() -> None:
     assert names(rank_pairs(prefill, decode, work(num_left=1))) == [("p3", "-"), ("p1", "-"), ("p2", "-")]
 
 
+def test_of_more_equals_than_are_looked_at_closely_the_least_loaded_and_first_by_name_are() -> None:
+    """All cost the same, since nothing waits; the busier ones come last, whichever place they have."""
+    prefill = [prefill_node(f"p{number:02}", running=number % 2) for number in range(19, -1, -1)]
+    ranked = names(rank_pairs(prefill, [], work(num_left=1)))
+    assert ranked == [(f"p{number:02}", "-") for number in range(0, 16, 2)]
+
+
 def test_weight_divides_what_a_node_costs_and_0_takes_it_out() -> None:
     prefill = [prefill_node("p1", running=1, waiting_tokens=900, weight=2.0), prefill_node("p2")]
     assert best(prefill, [decode_node()], work()) == ("p1", "d1")
