@@ -153,7 +153,7 @@ def report(options: Options) -> str:
         "of those who came back as told, let in, %",
     )
     return (
-        f"Overload (virtual time): {minutes_of(options):g} minutes, each tenant asks for so many times its share; goodput counts "
-        f"answers with TTFT within {GOAL.ttft_s:g} s and a mean time between tokens within "
+        f"Overload (virtual time): {minutes_of(options):g} minutes, each tenant asks for so many times its share; "
+        f"goodput counts answers with TTFT within {GOAL.ttft_s:g} s and a mean time between tokens within "
         f"{1_000 * GOAL.itl_s:g} ms\n\n{table(columns, rows)}"
     )
