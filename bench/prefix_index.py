@@ -14,7 +14,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from coordinator.prefix_index import PrefixIndex
@@ -24,6 +24,8 @@ from kvrelay.types import BlockHash, InstanceId
 PROMPT_BLOCKS = 64
 NUM_HOLDERS = 3  # nodes that have a prompt
 MIB = 1024 * 1024
+
+Prompt = list[BlockHash]
 
 
 class Cluster:
@@ -43,8 +45,8 @@ class Cluster:
         self._sequences[name] += 1
 
 
-def prompt(num_blocks: int = PROMPT_BLOCKS) -> list[BlockHash]:
-    data = os.urandom(32 * num_blocks)
+def prompt() -> Prompt:
+    data = os.urandom(32 * PROMPT_BLOCKS)
     return [BlockHash(data[start : start + 32]) for start in range(0, len(data), 32)]
 
 
@@ -53,52 +55,62 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def timed(calls: Sequence[Callable[[], object]]) -> list[float]:
+def timed(call: Callable[..., object], arguments: Iterable[tuple[object, ...]]) -> list[float]:
+    """Processor time of each call, in seconds."""
     seconds = []
-    for call in calls:
+    for one in arguments:
         started = time.thread_time()
-        call()
+        call(*one)
         seconds.append(time.thread_time() - started)
-    return sorted(seconds)
-
-
-def match_times(index: PrefixIndex, prompts: Sequence[Sequence[BlockHash]]) -> list[float]:
-    """The hashes are copied before: a coordinator that asks has just computed them."""
-    seconds = []
-    for hashes in prompts:
-        computed = [BlockHash(bytes(bytearray(block_hash))) for block_hash in hashes]
-        seconds += timed([lambda computed=computed: index.match(computed, 0.0)])  # type: ignore[misc]
-    return sorted(seconds)
-
-
-def again_times(index: PrefixIndex, prompts: Sequence[Sequence[BlockHash]]) -> list[float]:
-    """Of a request's second look: what it needs of the index is in the processor's caches."""
-    seconds = []
-    for hashes in prompts:
-        index.match(hashes, 0.0)
-        seconds += timed([lambda hashes=hashes: index.match(hashes, 0.0)])  # type: ignore[misc]
-    return sorted(seconds)
+    return seconds
 
 
 def show(what: str, seconds: Sequence[float]) -> None:
-    p50, p99 = (seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.99))
-    print(f"{what:62} p50 {p50 * 1e6:8.1f} us   p99 {p99 * 1e6:8.1f} us   max {seconds[-1] * 1e6:9.1f} us")
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+    print(f"{what:58} p50 {p50 * 1e6:7.1f} us   p99 {p99 * 1e6:7.1f} us   max {ordered[-1] * 1e6:7.1f} us")
 
 
-def fill(cluster: Cluster, num_blocks: int) -> list[list[BlockHash]]:
-    """Each node's part, in prompts; gives some of them."""
-    prompts, sample = num_blocks // PROMPT_BLOCKS, []
-    seconds = []
-    for number in range(prompts):
+def just_computed(prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, float]]:
+    """What a match is given: a coordinator that asks has the hashes in the processor's caches, and nothing else."""
+    for hashes in prompts:
+        yield [BlockHash(bytes(bytearray(block_hash))) for block_hash in hashes], 0.0
+
+
+def looked_up(index: PrefixIndex, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, float]]:
+    """As a request's second look, a moment after the first."""
+    for hashes in prompts:
+        index.match(hashes, 0.0)
+        yield hashes, 0.0
+
+
+def fill(cluster: Cluster, num_blocks: int) -> list[Prompt]:
+    """Each node's part, in prompts, of which it gives about a thousand."""
+    num_prompts, sample = num_blocks // PROMPT_BLOCKS, []
+    before, seconds = resident_bytes(), []
+    for number in range(num_prompts):
         hashes = prompt()
-        name = cluster.nodes[number % len(cluster.nodes)]
-        event = CacheStored(hashes)
-        seconds += timed([lambda name=name, event=event: cluster.tell(name, event)])  # type: ignore[misc]
-        if random.random() < 1000 / prompts:
+        seconds += timed(cluster.tell, [(cluster.nodes[number % len(cluster.nodes)], CacheStored(hashes))])
+        if random.random() < 1000 / num_prompts:
             sample.append(hashes)
-    print(f"{prompts * PROMPT_BLOCKS / sum(seconds):,.0f} blocks stored a second")
-    show(f"stored, {PROMPT_BLOCKS} blocks", sorted(seconds))
+    used, known = (resident_bytes() - before) / MIB, cluster.index.num_blocks
+    print(f"{known:,} blocks of {len(cluster.nodes):,} nodes: {used:.0f} MiB, {used / known * 1e6:.0f} MiB a million")
+    print(f"{known / sum(seconds):,.0f} blocks stored a second")
+    show(f"stored, {PROMPT_BLOCKS} blocks", seconds)
     return sample
+
+
+def share(cluster: Cluster, sample: Sequence[Prompt]) -> Prompt:
+    """All nodes have what it gives, and some have each prompt of the sample."""
+    shared, before = prompt(), resident_bytes()
+    for name in cluster.nodes:
+        cluster.tell(name, CacheStored(shared))
+    used = (resident_bytes() - before) / MIB
+    print(f"{PROMPT_BLOCKS} blocks that all {len(cluster.nodes):,} nodes share: {used:.1f} MiB more")
+    for hashes in sample:
+        for name in random.sample(cluster.nodes, NUM_HOLDERS - 1):
+            cluster.tell(name, CacheStored(hashes))
+    return shared
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,47 +121,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     random.seed(1)
     cluster = Cluster(args.nodes, 2 * args.blocks)
     index, nodes = cluster.index, cluster.nodes
-    before = resident_bytes()
     sample = fill(cluster, args.blocks)
-    used = resident_bytes() - before
-    million = used / MIB / (index.num_blocks / 1e6)
-    print(f"{index.num_blocks:,} blocks of {len(nodes):,} nodes: {used / MIB:.0f} MiB, {million:.0f} MiB a million")
-
-    shared = prompt()
-    before = resident_bytes()
-    for name in nodes:
-        cluster.tell(name, CacheStored(shared))
-    print(
-        f"{PROMPT_BLOCKS} blocks that all {len(nodes):,} nodes share: {(resident_bytes() - before) / MIB:.1f} MiB more"
-    )
-    for hashes in sample:
-        for name in random.sample(nodes, NUM_HOLDERS - 1):
-            cluster.tell(name, CacheStored(hashes))
-    few = match_times(index, sample)
-    show(f"match, {PROMPT_BLOCKS} blocks that {NUM_HOLDERS} of {len(nodes):,} nodes have", few)
-    show("the same, looked up a moment before", again_times(index, sample))
-    strangers = [prompt() for _ in range(1000)]
-    show("match, blocks that nobody has", match_times(index, strangers))
-    mixed = [shared + hashes for hashes in sample]
-    tails = timed(
-        [
-            lambda hashes=hashes: cluster.tell(random.choice(nodes), CacheStored(hashes))  # type: ignore[misc]
-            for hashes in mixed
-        ]
-    )
-    show(f"stored, {2 * PROMPT_BLOCKS} blocks, half of them shared by all", tails)
-    common = match_times(index, mixed)
-    show(f"match, {PROMPT_BLOCKS} blocks that all have and {PROMPT_BLOCKS} that few have", common)
-    show(
-        f"assigned, {PROMPT_BLOCKS} new blocks",
-        timed([lambda hashes=hashes: index.assigned(random.choice(nodes), hashes, 0.0) for hashes in strangers]),
-    )
-    gone = random.sample(sample, min(len(sample), 500))
-    show(
-        f"removed, {PROMPT_BLOCKS} blocks",
-        timed([lambda hashes=hashes: cluster.tell(nodes[0], CacheRemoved(hashes)) for hashes in gone]),  # type: ignore[misc]
-    )
-    show("a node is lost", timed([lambda name=name: index.forget(name) for name in nodes[: len(nodes) // 2]]))  # type: ignore[misc]
+    shared = share(cluster, sample)
+    strangers, mixed = [prompt() for _ in range(1000)], [shared + hashes for hashes in sample]
+    few = f"match, {PROMPT_BLOCKS} blocks that {NUM_HOLDERS} of {len(nodes):,} nodes have"
+    show(few, timed(index.match, just_computed(sample)))
+    show("  looked up a moment before", timed(index.match, looked_up(index, sample)))
+    show("match, blocks that nobody has", timed(index.match, just_computed(strangers)))
+    both = f"match, {PROMPT_BLOCKS} blocks that all have and {PROMPT_BLOCKS} that few have"
+    show(both, timed(index.match, just_computed(mixed)))
+    sent = timed(index.assigned, ((random.choice(nodes), hashes, 0.0) for hashes in strangers))
+    show(f"assigned, {PROMPT_BLOCKS} new blocks", sent)
+    removed = timed(cluster.tell, ((name, CacheRemoved(shared)) for name in nodes))
+    show(f"removed, {PROMPT_BLOCKS} blocks", removed)
+    show("a node is lost", timed(index.forget, ((name,) for name in nodes[: len(nodes) // 2])))
     return 0
 
 

@@ -26,10 +26,11 @@ class Pair:
 
     def __str__(self) -> str:
         """For people."""
-        names = " and ".join(member.info.address for member in (self.prefill, self.decode) if member is not None)
+        computes = self.prefill.info.address if self.prefill is not None else "itself"
+        where = computes if self.decode is None else f"{self.decode.info.address}, prompt by {computes}"
         if self.forecast is None:
-            return f"{names}: not measured yet"
-        return f"{names}: first token in {self.forecast.ttft_s:.3g} s, cost {self.cost_s:.3g} s"
+            return f"{where}: not measured yet"
+        return f"{where}: first token in {self.forecast.ttft_s:.3g} s, costs {self.cost_s:.3g} s"
 
     @property
     def way(self) -> Way:
@@ -65,7 +66,7 @@ class Prices:
             return Pair(prefill, None, None)
         forecast = forecast_handoff(prefill, None, self._work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        return Pair(prefill, None, forecast, ttft_s / prefill.status.weight)
+        return Pair(prefill, None, forecast, ttft_s / prefill.standing.weight)
 
     def tail(self, decode: Member, work: Work) -> Pair:
         """The decode node computes what it lacks. `work` may know better than ours what that is."""
@@ -74,7 +75,7 @@ class Prices:
         forecast = forecast_tail(decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.TAIL, forecast.ttft_s)
         cost_s = ttft_s + self._held_up_s(decode, work) + self._answer_s(decode, work)
-        return Pair(None, decode, forecast, cost_s / decode.status.weight)
+        return Pair(None, decode, forecast, cost_s / decode.standing.weight)
 
     def handoff(self, prefill: Member, decode: Member, work: Work) -> Pair:
         """`work` as `tail`'s."""
@@ -82,7 +83,7 @@ class Prices:
             return Pair(prefill, decode, None)
         forecast = forecast_handoff(prefill, decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = ttft_s / prefill.status.weight + self._answer_s(decode, work) / decode.status.weight
+        cost_s = ttft_s / prefill.standing.weight + self._answer_s(decode, work) / decode.standing.weight
         return Pair(prefill, decode, forecast, cost_s)
 
     def _answer_s(self, decode: Member, work: Work) -> float:

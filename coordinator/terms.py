@@ -4,6 +4,7 @@ how much of an answer is set aside. Puts together `slo`, `budgets` and `output_l
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,9 +36,9 @@ class Terms:
         self._metrics = metrics
         self._max_prompt_tokens = config.max_prompt_tokens
         self._budgets = DailyBudgets(policies, clock, metrics)
-        self._lengths = OutputLengths(config.reserve_quantile)
+        self._lengths = defaultdict[str, OutputLengths](partial(OutputLengths, config.reserve_quantile))  # by model
         self._reserves_expected = config.reserve == "expected"
-        self._slo = SloAdmission(metrics.refused)
+        self._slo = defaultdict[str, SloAdmission](partial(SloAdmission, metrics.refused))  # by model
 
     def check(self, request: GenerateRequest, tenant: str) -> None:
         """Raises InvalidRequestError for targets that make no sense, BudgetSpentError."""
@@ -48,13 +49,13 @@ class Terms:
         """With what the request leaves to its tenant's policy. Raises PromptTooLongError."""
         policy = self._policies.of(accepted.tenant)
         check_prompt(len(accepted.prompt_ids), accepted.tenant, policy.max_prompt_tokens, self._max_prompt_tokens)
-        most = accepted.sampling.max_tokens or 0
+        lengths, most = self._lengths[accepted.model.name], accepted.sampling.max_tokens or 0
         return replace(
             accepted,
             priority=policy.priority if request.priority is None else request.priority,
             targets=targets_of(request, policy),
             best_effort=request.best_effort,
-            expected_tokens=self._lengths.expected(_queue_of(accepted), most) if self._reserves_expected else 0,
+            expected_tokens=lengths.expected(accepted.tenant, most) if self._reserves_expected else 0,
         )
 
     def admit(self, flows: Sequence[Flow], client_id: str, now: float) -> None:
@@ -66,8 +67,8 @@ class Terms:
             one = flows[0].predict()
             num_more = (len(flows) - 1) * (accepted.sampling.max_tokens or 0)
             prediction = replace(one, num_tokens=one.num_tokens + num_more, num_positions=one.num_positions + num_more)
-            in_reach = self._slo.check(
-                _queue_of(accepted), client_id, accepted.targets, prediction, now, best_effort=accepted.best_effort
+            in_reach = self._slo[accepted.model.name].check(
+                accepted.tenant, client_id, accepted.targets, prediction, now, best_effort=accepted.best_effort
             )
         if not in_reach:
             for flow in flows:
@@ -77,8 +78,8 @@ class Terms:
         """For a request that was admitted."""
 
         def on_answer(num_tokens: int, seconds: float) -> None:
-            self._lengths.note(_queue_of(accepted), num_tokens)
-            self._slo.note_answer(seconds)
+            self._lengths[accepted.model.name].note(accepted.tenant, num_tokens)
+            self._slo[accepted.model.name].note_answer(seconds)
 
         return Tally(
             accepted.targets,
@@ -87,7 +88,3 @@ class Terms:
             partial(self._budgets.spend, accepted.tenant),
             on_answer,
         )
-
-
-def _queue_of(accepted: AcceptedRequest) -> tuple[str, str]:
-    return accepted.tenant, accepted.model.name

@@ -65,7 +65,7 @@ def _times(explanation: Explanation) -> str:
 
 
 def _compared(actual_s: float, predicted_s: float) -> str:
-    actual = _seconds(actual_s) if actual_s else "not yet"
+    actual = _seconds(actual_s) if actual_s else "none"
     return f"{actual} (predicted {_seconds(predicted_s)})" if predicted_s else actual
 
 

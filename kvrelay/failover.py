@@ -45,6 +45,7 @@ class FailoverAnswer:
         self._delivered = Delivered()
         self._num_asked: Counter[int] = Counter()
         self._broken_by: KVRelayError | None = None  # what interrupted the answer; cleared when it goes on
+        self._was_told = False  # of a failure by the coordinator, which then has no such request any more
 
     async def events(self) -> AsyncGenerator[AnswerEvent, None]:
         """RequestFinished is the last one. Raises KVRelayError. Left early, it ends the request also where that would
@@ -67,11 +68,12 @@ class FailoverAnswer:
             raise
 
     async def _attempt(self) -> AsyncGenerator[AnswerEvent, None]:
-        asked = self._rounds.current
+        asked, self._was_told = self._rounds.current, False
         async with self._coordinators[asked].generate(self._request, self._left_s()) as events:
             self._num_asked[asked] += 1
             async for event in events:
                 if isinstance(event, RequestFailed):
+                    self._was_told = True
                     raise error_of(event)
                 if isinstance(event, RequestAccepted):
                     self._on_working(asked)
@@ -87,11 +89,14 @@ class FailoverAnswer:
     def _pause_before_next(self, error: KVRelayError) -> float:
         """Raises `error`, or what first interrupted the answer, when there is to be no other attempt."""
         begun = self._delivered.accepted is not None
+        is_kept = begun and self._broken_by is None and self._request.keep_s > 0 and not self._was_told
         if begun and self._broken_by is None:
             self._broken_by = error
         if not self._may_help(error, begun):
             raise error
-        pause_s = self._rounds.next(error.retry_after_s, time.monotonic())
+        pause_s = self._rounds.next(
+            error.retry_after_s, time.monotonic(), stay=is_kept
+        )  # there it is not computed anew
         left_s = self._left_s()
         if pause_s is None or (left_s is not None and pause_s >= left_s):
             raise self._broken_by or error

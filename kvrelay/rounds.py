@@ -23,9 +23,9 @@ class Rounds:
         self._has_failures = False
         self._not_before = [0.0] * num
 
-    def next(self, retry_after_s: float, now: float) -> float | None:
+    def next(self, retry_after_s: float, now: float, *, stay: bool = False) -> float | None:
         """The current one failed, and said when to come back, or 0. The pause before what is `current` now is asked;
-        None when there were attempts enough."""
+        None when there were attempts enough. `stay`: the same one, if it may be asked again at all."""
         failed = self.current
         pause_s = min(PAUSE_S * 2 ** self._num_failures[failed], MAX_PAUSE_S)
         self._num_failures[failed] += 1
@@ -34,7 +34,8 @@ class Rounds:
         left = [index for index in self._in_turn(failed) if self._num_failures[index] < self._num_rounds]
         if not left:
             return None
-        self.current = min(left, key=lambda index: max(self._not_before[index], now))
+        if not stay or failed not in left:
+            self.current = min(left, key=lambda index: max(self._not_before[index], now))
         return max(self._not_before[self.current] - now, 0.0)
 
     def advanced(self) -> None:

@@ -1,7 +1,8 @@
 """What a coordinator does for one request, and for one status, when there are 1,000 nodes: its own code, in process.
 
-From `accept` to the moment when a decode node is asked for a reservation: checks, hashes of the prompt's blocks, what
-is cached where, the queue and the choice. Nodes answer at once, from memory.
+A placement is the choice alone: what is cached where, and what each pair of nodes would cost. From `accept` to the
+moment when a decode node is asked for a reservation there is more: checks, hashes of the prompt's blocks, the queue.
+Nodes answer at once, from memory. Times are of the CPU: all of it happens in one thread, which others may keep waiting.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from bench.coordinator.stamps import FIRST_ID, NUM_IDS
 from bench.engine.launch import WorkerFailedError
 from bench.engine.table import percentile
 from bench.handoff.samples import Bar, Samples
+from coordinator.answer import Answer
 from coordinator.config import CoordinatorConfig
+from coordinator.lifetime import Lifetime
 from coordinator.main import Coordinator
-from coordinator.tenants import Tenant
+from coordinator.placement import Limits, Placer
+from coordinator.request import AcceptedRequest, RequestState
+from coordinator.served_models import ServedModel
+from coordinator.tenants import Salts, Tenant
 from kvrelay.cluster import NodeInfo, NodeRates, NodeStatus
 from kvrelay.inference import GenerateRequest, RequestFinished, TokenPrompt
 from kvrelay.messages import (
@@ -33,15 +39,18 @@ from kvrelay.messages import (
     TokensDecoded,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams
-from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
+from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId, Role
 
 SIZES = (2, 1_000)  # nodes, half of each kind
 PREFIX_TOKENS = 1_024
 PROMPT_TOKENS = 1_100
 ANSWER_TOKENS = 2
+LOCAL_TAIL_TOKENS = 32
+NO_REQUEST = GenerateRequest(None)  # of the default tenant, without a salt of its own
 SILENCE_S = 3_600.0  # of a node that is not measured just now
 NUM_BLOCKS = 16_384
-DECIDE = "from acceptance to Reserve"
+PLACE = "a placement"
+ACCEPT = "from acceptance to Reserve"
 STATUS = "one node's status"
 RATES = NodeRates(
     prefill_tokens_per_s=5_000, handoff_bytes_per_s=1e9, store_bytes_per_s=1e9, step_s=0.01, step_row_s=0.0005
@@ -54,11 +63,15 @@ def measure(setting: Setting, samples: Samples, seed: int) -> None:
         for line, values in times_s.items():
             for percent in (50, 99):
                 column = f"p{percent}, ms"
-                samples.add(DECISIONS, f"{line}, {num_nodes:,} nodes", column, 1e3 * percentile(values, percent))
+                samples.add(DECISIONS, line_of(line, num_nodes), column, 1e3 * percentile(values, percent))
+
+
+def line_of(what: str, num_nodes: int) -> str:
+    return f"{what}, {num_nodes:,} nodes"
 
 
 def bars() -> list[Bar]:
-    line = f"{DECIDE}, {SIZES[-1]:,} nodes"
+    line = line_of(PLACE, SIZES[-1])
     return [Bar("a placement among 1,000 nodes at p99, ms", (DECISIONS, line, "p99, ms"), most=1.0)]
 
 
@@ -74,23 +87,37 @@ async def _measure(setting: Setting, num_nodes: int, seed: int) -> dict[str, lis
         cluster.update(member, _status(draw))
     num_warm_up = setting.effort.num_decisions // 2  # requests that leave their prompts in caches
     prefixes = [_token_ids(draw, PREFIX_TOKENS) for _ in range(num_warm_up)]
-    times_s: dict[str, list[float]] = {DECIDE: [], STATUS: []}
+    times_s: dict[str, list[float]] = {PLACE: [], ACCEPT: [], STATUS: []}
     sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    for _ in range(num_warm_up + setting.effort.num_decisions):
+    for number in range(num_warm_up + setting.effort.num_decisions):
         prompt = TokenPrompt((*draw.choice(prefixes), *_token_ids(draw, PROMPT_TOKENS - PREFIX_TOKENS)))
-        began = time.perf_counter()
+        began = time.thread_time()
         running = await app.door.accept(GenerateRequest(prompt, sampling), Tenant())
         events = [event async for event in running.events()]
         if not isinstance(events[-1], RequestFinished):
             raise WorkerFailedError(f"a request did not finish: {events[-1]}")
-        times_s[DECIDE].append(nodes.asked_at - began)
-        member = draw.choice(members)
+        times_s[ACCEPT].append(nodes.asked_at - began)
+        placer = _placer(prompt.token_ids, sampling, model)
+        began = time.thread_time()
+        placer.forecast()
+        times_s[PLACE].append(time.thread_time() - began)
         status = _status(draw)
-        began = time.perf_counter()
-        cluster.update(member, status)
-        times_s[STATUS].append(time.perf_counter() - began)
+        began = time.thread_time()
+        cluster.update(members[number % num_nodes], status)
+        times_s[STATUS].append(time.thread_time() - began)
     await app.close()
     return {line: values[num_warm_up:] for line, values in times_s.items()}
+
+
+def _placer(prompt_ids: tuple[int, ...], sampling: SamplingParams, model: ServedModel) -> Placer:
+    """Of a request whose blocks have their hashes already."""
+    accepted = AcceptedRequest(
+        *(RequestId("r"), RequestId("r"), prompt_ids, sampling, MODEL), scope=Salts(b"").scope(Tenant(), NO_REQUEST)
+    )
+    state = RequestState(accepted, Answer(model.text.tokenizer, sampling, ()), 0.0)
+    state.hashes()
+    limits = Limits(60.0, 3, LOCAL_TAIL_TOKENS, 5.0, 600.0)
+    return Placer(state, model.cluster, model.admission, limits, Lifetime(lambda *edge: None))
 
 
 class InstantNodes:
@@ -99,7 +126,7 @@ class InstantNodes:
     asked_at = 0.0
 
     async def reserve(self, address: str, *request: object) -> ReservationGranted:
-        self.asked_at = time.perf_counter()
+        self.asked_at = time.thread_time()
         return ReservationGranted(ReservationId("r"), InstanceId(address), 0, 10.0)
 
     def prefill(self, address: str) -> _PrefillClient:
@@ -151,7 +178,7 @@ def _status(draw: random.Random) -> NodeStatus:
         ready=True,
         blocks=BlockCounts(NUM_BLOCKS, free=NUM_BLOCKS - held, held=held),
         num_running=draw.randrange(32),
-        num_slots_free=draw.randrange(1, 8),
+        num_slots_free=draw.randrange(4, 12),
         rates=RATES,
         num_waiting_tokens=draw.randrange(4_096),
     )

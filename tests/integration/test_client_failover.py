@@ -203,6 +203,34 @@ async def test_a_request_with_keep_s_goes_on_where_it_was_when_only_the_link_was
         assert cluster.metric("kvrelay_attached_total") == 1
 
 
+async def test_one_of_several_that_has_it_still_is_asked_before_it_is_computed_anew() -> None:
+    async with several_ends(2) as (first, second):
+        with link_to(first) as link:
+            async with client_of(link.address, second.address) as client:
+                reading = Reading(client, keep_s=60.0)
+                await reading.until_tokens(first.decode[0])
+                await asyncio.to_thread(link.reset)
+                first.decode[0].at["token"].let_go()
+                await reading.done()
+        reading.check_whole()
+        assert len(first.decode[0].requests) == 1
+        assert first.metric("kvrelay_attached_total") == 1
+
+
+async def test_a_kept_request_whose_coordinator_is_gone_goes_on_elsewhere() -> None:
+    async with several_ends(2, num_decode=2) as (first, second):
+        with link_to(first) as link:
+            async with client_of(link.address, second.address) as client:
+                reading = Reading(client, keep_s=0.5)
+                one = await holding_the_answer(first)
+                await reading.until_tokens(one)
+                await asyncio.to_thread(link.cut)
+                one.at["token"].let_go()
+                await reading.done()
+        reading.check_whole()
+        assert second.metric("kvrelay_request_success_total", reason="stop") == 1
+
+
 async def test_without_keep_s_one_alone_is_asked_once() -> None:
     async with several_ends(1) as (cluster,):
         with link_to(cluster) as link:
@@ -216,7 +244,8 @@ async def test_without_keep_s_one_alone_is_asked_once() -> None:
         assert len(cluster.decode[0].requests) == 1
 
 
-async def test_who_is_alone_and_lost_is_told_what_broke_the_answer() -> None:
+async def test_who_is_alone_and_lost_is_told_what_broke_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.failover.NUM_ROUNDS", 2)
     async with several_ends(1) as (cluster,):
         with link_to(cluster) as link:
             async with client_of(link.address, NOBODY) as client:
@@ -228,7 +257,10 @@ async def test_who_is_alone_and_lost_is_told_what_broke_the_answer() -> None:
                     await reading.done()
 
 
-async def test_nobody_there_is_told_within_bounded_attempts_and_within_the_callers_time() -> None:
+async def test_nobody_there_is_told_within_bounded_attempts_and_within_the_callers_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrelay.failover.NUM_ROUNDS", 2)
     async with client_of(NOBODY, "127.0.0.1:2") as client:
         with pytest.raises(UnavailableError, match="failed to connect"):
             await client.status()

@@ -53,6 +53,14 @@ def test_jitter_adds_up_to_half_of_a_pause() -> None:
     assert steps(Rounds(1, 0, num_rounds=2, draw=lambda: 0.5), 4.0) == [(0, 5.0)]
 
 
+def test_one_that_may_have_it_still_is_asked_once_more_if_it_may_be_asked_at_all() -> None:
+    rounds = Rounds(2, 0, num_rounds=2, draw=lambda: 0.0)
+    assert rounds.next(0.0, 100.0, stay=True) == pytest.approx(0.1)
+    assert rounds.current == 0
+    assert rounds.next(0.0, 100.1, stay=True) == 0.0
+    assert rounds.current == 1
+
+
 def test_after_something_new_failures_count_anew() -> None:
     rounds = Rounds(1, 0, num_rounds=2, draw=lambda: 0.0)
     assert steps(rounds, 0.0) == [(0, 0.1)]

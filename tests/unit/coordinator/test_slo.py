@@ -128,7 +128,7 @@ def test_targets_are_numbers_over_zero(value: float) -> None:
         with pytest.raises(
             InvalidRequestError, match=re.escape(f"{name} is {value:g}; allowed is a number of seconds")
         ):
-            targets_of(GenerateRequest(None, **{name: value}), TenantPolicy())  # type: ignore[arg-type]
+            GenerateRequest(None, **{name: value}).check_targets()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share_with_ids", [1.0, 0.5])
