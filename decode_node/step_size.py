@@ -15,8 +15,8 @@ HEADROOM = 0.8  # of the target, under which one sequence more is let in
 
 
 class DecodeStepSize:
-    """Without `marks` nobody's wait makes a step shorter, and without `itl_target_s` nothing it takes does; without both
-    it has what the limits say."""
+    """Without `marks` no wait makes a step shorter, without `itl_target_s` nothing that it takes does; without both it
+    has what the limits say."""
 
     def __init__(self, marks: QueueMarks | None = None, itl_target_s: float = 0.0) -> None:
         marks_or_any = marks or QueueMarks()

@@ -134,7 +134,7 @@ class NodeConfig(RoleConfig):
     )
     queue_high_s: float = option(
         0.1,
-        "wait of newcomers for the step that runs, above which steps get shorter; 0: none does, however long they wait",
+        "wait of newcomers for the step that runs, above which steps get shorter; 0: never",
         unit="s",
         minimum=0.0,
     )
