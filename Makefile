@@ -12,7 +12,7 @@ KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help venv native up test test-gpu test-kernels chaos lint fmt fmt-check type check proto config-table
-.PHONY: bench bench-engine bench-handoff bench-store bench-sim bench-peers bench-gpu clean
+.PHONY: bench bench-engine bench-handoff bench-store bench-sim bench-coordinator bench-peers bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -83,6 +83,9 @@ bench-store: $(INSTALLED)  ## measure the KV store: what it gives, what that is 
 
 bench-sim: $(INSTALLED)  ## compare policies on public traces and up to 1,000 nodes, in virtual time; ARGS="--quick"
 	$(BIN)/python -m bench.sim $(ARGS)
+
+bench-coordinator: $(INSTALLED)  ## measure the coordinator alone, between made-up nodes and clients; ARGS="--quick"
+	$(BIN)/python -m bench.coordinator $(ARGS)
 
 bench-peers:  ## make the peers' environments (5 GB); ARGS="mooncake" for some of them
 	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coordinator.lifetime import Edge, Stage
+from coordinator.token_meter import TokenMeter
 from kvrelay.inference import RequestFinished
-from kvrelay.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from kvrelay.metrics import LATENCY_BUCKETS
 from kvrelay.types import FinishReason, Role
 
 MAX_TENANT_LABELS = 50
@@ -36,9 +37,7 @@ class CoordinatorMetrics:
         self._first_token = histogram(
             "kvrelay_time_to_first_token_seconds", "From acceptance until the first token left for the client."
         )
-        self._inter_token = histogram(
-            "kvrelay_inter_token_latency_seconds", "Between two tokens of an answer.", STEP_BUCKETS
-        )
+        self._tokens = TokenMeter(registry)
         self._end_to_end = histogram("kvrelay_e2e_request_latency_seconds", "From acceptance until the end.")
         self._queue_time = histogram(
             "kvrelay_request_queue_time_seconds", "From acceptance until a node had room for the request."
@@ -47,7 +46,6 @@ class CoordinatorMetrics:
         self._cached_tokens = counter(
             "kvrelay_cached_prompt_tokens_total", "Prompt tokens that were not computed again, by tier.", "tier"
         )
-        self._generated_tokens = counter("kvrelay_generation_tokens_total", "Tokens sent to clients.")
         self._successes = counter("kvrelay_request_success_total", "Complete answers, by how they ended.", "reason")
         self._errors = counter("kvrelay_errors_total", "Requests that failed or were refused, by error code.", "code")
         self._retries = counter("kvrelay_retries_total", "Attempts after a node failed, by its kind.", "kind")
@@ -129,10 +127,7 @@ class CoordinatorMetrics:
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
         """`gap_s` since the tokens before; None for the first ones."""
-        self._generated_tokens.inc(num_tokens)
-        if gap_s is not None:
-            for _ in range(num_tokens):
-                self._inter_token.observe(gap_s / num_tokens)
+        self._tokens.add(num_tokens, gap_s)
 
     def answered(self, reason: FinishReason) -> None:
         self._successes.labels(reason.value).inc()

@@ -9,7 +9,7 @@ While no node has measured how fast it computes prompts, nodes are ranked as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.circuits import Party
@@ -72,12 +72,11 @@ class PairCosts:
         self._avoid = avoid
         self._num_blocks_now = num_blocks_now
         self._local_tail_tokens = local_tail_tokens
-        offered = [one for one in prefill if one.status.weight > 0]
-        self._prefill = [one for one in offered if one.status.blocks.total >= work.num_prompt_blocks]
-        self._decode = [one for one in decode if one.status.weight > 0 and one.status.blocks.total >= work.num_blocks]
+        self._prefill = _offered(prefill, work.num_prompt_blocks)
+        self._decode = _offered(decode, work.num_blocks)
         self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight())
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
-        self.outgrown = bool(offered) and not self._prefill
+        self.outgrown = not self._prefill and bool(_offered(prefill, 0))
         self.has_slot = any(has_slot(one) for one in self._prefill)
         self._best_prefill = self._rank_prefill(NUM_BEST)
 
@@ -209,3 +208,8 @@ class PairCosts:
 
 def _nodes(parties: Collection[Party]) -> set[InstanceId]:
     return {party[0] for party in parties if len(party) == 1}
+
+
+def _offered(members: Iterable[Member], num_blocks: int) -> list[Member]:
+    """Those that take new work and whose pools could hold so much."""
+    return [one for one in members if one.status.weight > 0 and one.status.blocks.total >= num_blocks]

@@ -73,17 +73,24 @@ class Placer:
         self._ticket: Ticket | None = None
         self._deadline = 0.0
         self._why_refused: list[str] = []
+        self._num_cached: int | None = None  # blocks; None: not looked up yet
 
     def demand(self) -> Demand:
         """What it costs its tenant, as far as is known where its prompt is cached."""
-        accepted, hashes = self._state.accepted, self._state.hashes()
-        caches = (self._cluster.cached(role, hashes) for role in (Role.PREFILL_NODE, Role.DECODE_NODE))
-        num_blocks = max((blocks for cache in caches for blocks in cache.values()), default=0)
-        num_uncached = len(accepted.prompt_ids) - num_blocks * accepted.model.layout.block_tokens
+        accepted = self._state.accepted
+        num_uncached = len(accepted.prompt_ids) - self._num_blocks_cached() * accepted.model.layout.block_tokens
         num_given = len(self._state.token_ids)
         num_wanted = (self._state.num_positions_now or self._state.num_positions) - num_given
         num_tokens = max(num_uncached, 1) + num_wanted
         return Demand(accepted.tenant, num_tokens, accepted.priority)
+
+    def _num_blocks_cached(self) -> int:
+        """Leading blocks of the prompt that some node had when this was first asked."""
+        if self._num_cached is None:
+            hashes = self._state.hashes()
+            caches = (self._cluster.cached(role, hashes) for role in (Role.PREFILL_NODE, Role.DECODE_NODE))
+            self._num_cached = max((blocks for cache in caches for blocks in cache.values()), default=0)
+        return self._num_cached
 
     def forecast(self) -> Forecast | None:
         """What the answer would get if it were placed now; None while nothing is measured, or nowhere is it to go."""
@@ -204,10 +211,11 @@ class Placer:
             state.foretold = None
             return
         ttft_s = self._cluster.foresight.correct_s(pair.way, forecast.ttft_s)
-        state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, now)
+        itl_s = self._cluster.foresight.correct_itl_s(forecast.itl_s)
+        state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, itl_s, now, forecast.itl_s)
         if not state.answer.token_ids:
             state.predicted_ttft_s = now - state.account.accepted_at + ttft_s
-            state.predicted_itl_s = forecast.itl_s
+            state.predicted_itl_s = itl_s
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""

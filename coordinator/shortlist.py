@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from coordinator.circuits import Party
 from coordinator.forecast import Work, after_last_s, tokens_before
 from coordinator.members import Member
-from kvrelay.types import InstanceId
 
 NUM_BEST = 8
 
@@ -20,8 +19,6 @@ NUM_BEST = 8
 BUSY_S = 1e6  # no slot, no room
 SUSPECT_S = 1e8  # failed others lately
 AVOIDED_S = 1e10  # failed this very answer
-
-Scored = tuple[float, int, InstanceId, Member]
 
 
 class _Uncached(dict[int, int]):
@@ -47,7 +44,7 @@ def best_prefill(
     measured it. Of equals the least loaded."""
     uncached = _Uncached(work)
     cached, num_tokens = work.cached_prefill, work.num_tokens
-    scored: list[Scored] = []
+    costs_s: list[float] = []
     for member in members:
         node, instance_id = member.standing, member.info.instance_id
         num_uncached = uncached[cached[instance_id]] if instance_id in cached else num_tokens
@@ -57,8 +54,8 @@ def best_prefill(
         cost_s = (num_uncached + before) * (node.token_s or usual_s) / node.weight
         if not node.has_slot:
             cost_s += BUSY_S
-        scored.append((cost_s, node.num_requests, instance_id, member))
-    return _least(scored, suspects, avoid, num_best)
+        costs_s.append(cost_s)
+    return _least(members, costs_s, suspects, avoid, num_best)
 
 
 def best_decode(
@@ -83,10 +80,10 @@ def best_decode(
     cached, num_counted = work.cached_decode, work.num_counted
     num_blocks: dict[int, int] = {}  # to set aside now, by what nodes set aside of an answer
     handed_over: dict[int, float] = {}  # what that costs, by blocks cached
-    scored: list[Scored] = []
+    costs_s: list[float] = []
     for member in members:
-        node, instance_id = member.standing, member.info.instance_id
-        num_cached = cached.get(instance_id, 0)
+        node = member.standing
+        num_cached = cached.get(member.info.instance_id, 0)
         if num_cached not in handed_over:
             handed_over[num_cached] = _handed_over_s(prefill, work, usual_s, num_cached)
         own_s = (node.answer_token_s or usual_answer_s) * num_counted + node.waiting_s
@@ -95,13 +92,16 @@ def best_decode(
             num_uncached = uncached[num_cached]
             tail_s = num_uncached * node.token_s * (1 + node.num_rows) + node.waiting_s
             tail_s -= num_uncached // -node.prompt_budget * node.step_s
-            cost_s = min(cost_s, (own_s + tail_s) / node.weight)
-        if node.reserve_output_tokens not in num_blocks:
-            num_blocks[node.reserve_output_tokens] = num_blocks_now(member)
-        if num_blocks[node.reserve_output_tokens] - num_cached > node.num_available:
+            alone_s = (own_s + tail_s) / node.weight
+            if alone_s < cost_s:
+                cost_s = alone_s
+        num_needed = num_blocks.get(node.reserve_output_tokens)
+        if num_needed is None:
+            num_needed = num_blocks[node.reserve_output_tokens] = num_blocks_now(member)
+        if num_needed - num_cached > node.num_available:
             cost_s += BUSY_S
-        scored.append((cost_s, node.num_requests, instance_id, member))
-    return _least(scored, suspects, avoid, NUM_BEST)
+        costs_s.append(cost_s)
+    return _least(members, costs_s, suspects, avoid, NUM_BEST)
 
 
 def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cached: int) -> float:
@@ -115,10 +115,24 @@ def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cache
     return (ready_s + after_last_s(node, work, num_uncached, num_uncached * token_s, num_cached)) / node.weight
 
 
-def _least(scored: list[Scored], suspects: Collection[Party], avoid: Collection[Party], num_best: int) -> list[Member]:
+def _least(
+    members: Sequence[Member],
+    costs_s: Sequence[float],
+    suspects: Collection[Party],
+    avoid: Collection[Party],
+    num_best: int,
+) -> list[Member]:
+    """Of the many only what they cost is compared: what tells equals apart is looked up of the few that are left."""
     if suspects or avoid:
-        scored = [
-            (cost_s + SUSPECT_S * ((name,) in suspects) + AVOIDED_S * ((name,) in avoid), load, name, member)
-            for cost_s, load, name, member in scored
+        names = [(member.info.instance_id,) for member in members]
+        costs_s = [
+            cost_s + SUSPECT_S * (name in suspects) + AVOIDED_S * (name in avoid)
+            for cost_s, name in zip(costs_s, names, strict=True)
         ]
-    return [member for *_, member in heapq.nsmallest(num_best, scored)]
+    most_s = heapq.nsmallest(num_best, costs_s)[-1] if costs_s and num_best else 0.0
+    few = [
+        (cost_s, member.standing.num_requests, member.info.instance_id, member)
+        for cost_s, member in zip(costs_s, members, strict=True)
+        if cost_s <= most_s
+    ]
+    return [member for *_, member in heapq.nsmallest(num_best, few)]

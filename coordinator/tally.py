@@ -35,7 +35,9 @@ class Tally:
         if not self._answers:
             self.on_spent(self.num_prompt_tokens)
             self._judge("ttft", since_accepted_s, self.targets.ttft_s)
-        answer = self._answers.setdefault(index, _Answer(now, now))
+        answer = self._answers.get(index)
+        if answer is None:
+            answer = self._answers[index] = _Answer(now, now)
         answer.last_at = now
         answer.num_tokens += num_tokens
         self.on_spent(num_tokens)

@@ -92,3 +92,9 @@ def test_end_that_is_known_already_changes_nothing() -> None:
     growing.add(tokens("a"))
     assert growing.end(FinishReason.STOP) == TokensGenerated((), "")
     assert growing.reason is FinishReason.LENGTH
+
+
+def test_its_events_say_which_of_several_answers_it_is() -> None:
+    growing = Answer(Letters(), SamplingParams(max_tokens=10), (EOS,), index=2)
+    assert growing.add(tokens("a")) == TokensGenerated(tuple(tokens("a")), "a", 2)
+    assert growing.end(FinishReason.STOP).index == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,19 @@ def test_an_idle_decode_node_computes_a_whole_prompt_where_the_queue_is_longer(
     assert best([prefill], [decode_node(rate=500)], work(), local_tail_tokens=32) == (chosen, "d1")
 
 
+def test_a_node_that_got_weight_0_while_the_request_asked_for_room_is_passed_over_or_has_what_it_granted() -> None:
+    """The decode node has granted its blocks already, so it goes on; the prefill node was not asked yet."""
+    prefill, decode = [prefill_node("p1"), prefill_node("p2")], decode_node(rate=500)
+    costs = PairCosts(prefill, [decode], work(), local_tail_tokens=32)
+    assert names(costs.ranked()) == [("p1", "d1")]
+    for member in (prefill[0], decode):
+        member.status = replace(member.status, weight=0.0)
+    pair = costs.pair_with(decode, 0)
+    assert pair is not None
+    assert names([pair]) == [("p2", "d1")]
+    assert PairCosts(prefill, [decode], work()).ranked() == []
+
+
 @pytest.mark.parametrize("settings", [{"local_tail_tokens": 0}, {}])
 def test_without_local_tails_every_prompt_is_handed_over(settings: dict[str, int]) -> None:
     prefill = prefill_node(running=4, waiting_tokens=50_000)
@@ -112,6 +126,13 @@ def test_equals_are_told_apart_by_load_and_then_by_name() -> None:
     decode = [decode_node("d2"), decode_node("d1", running=2), decode_node("d3")]
     assert best(prefill, decode, work()) == ("p3", "d2")
     assert names(rank_pairs(prefill, decode, work(num_left=1))) == [("p3", "-"), ("p1", "-"), ("p2", "-")]
+
+
+def test_of_more_equals_than_are_looked_at_closely_the_least_loaded_and_first_by_name_are() -> None:
+    """All cost the same, since nothing waits; the busier ones come last, whichever place they have."""
+    prefill = [prefill_node(f"p{number:02}", running=number % 2) for number in range(19, -1, -1)]
+    ranked = names(rank_pairs(prefill, [], work(num_left=1)))
+    assert ranked == [(f"p{number:02}", "-") for number in range(0, 16, 2)]
 
 
 def test_weight_divides_what_a_node_costs_and_0_takes_it_out() -> None:
@@ -186,7 +207,7 @@ def test_what_the_decode_node_turns_out_to_have_settles_who_computes() -> None:
 def test_a_pair_says_what_it_is_thought_to_cost() -> None:
     ranked = rank_pairs([prefill_node()], [decode_node(step_s=0.01)], work())
     assert [str(pair) for pair in ranked] == ["d1, prompt by p1: first token in 1 s, costs 1.64 s"]
-    assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "p1 and d1: not measured yet"
+    assert str(rank_pairs([prefill_node(rate=0)], [decode_node()], work())[0]) == "d1, prompt by p1: not measured yet"
 
 
 def test_all_prefill_nodes_stand_in_line_for_a_retry() -> None:
