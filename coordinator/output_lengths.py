@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict, deque
-from collections.abc import Hashable
 
 NUM_KEPT = 256  # of a tenant's last answers
 MIN_ANSWERS = 20  # before that a tenant's own say nothing; all tenants' do, once they are as many
@@ -38,19 +37,18 @@ class _Lengths:
 
 
 class OutputLengths:
-    """`quantile` in (0, 1] is the part of answers that shall fit into what is set aside for them. A tenant is whatever
-    has answers of its own kind: a name, say, or one and the model it asks."""
+    """Of one model. `quantile` in (0, 1] is the part of answers that shall fit into what is set aside for them."""
 
     def __init__(self, quantile: float) -> None:
         self._quantile = quantile
-        self._by_tenant: OrderedDict[Hashable, _Lengths] = OrderedDict()
+        self._by_tenant: OrderedDict[str, _Lengths] = OrderedDict()
         self._all = _Lengths()
 
     @property
     def num_tenants(self) -> int:
         return len(self._by_tenant)
 
-    def note(self, tenant: Hashable, num_tokens: int) -> None:
+    def note(self, tenant: str, num_tokens: int) -> None:
         """An answer of the tenant's ended by itself, or at its max_tokens, after so many tokens."""
         lengths = self._by_tenant.setdefault(tenant, _Lengths())
         self._by_tenant.move_to_end(tenant)
@@ -59,7 +57,7 @@ class OutputLengths:
         lengths.add(num_tokens)
         self._all.add(num_tokens)
 
-    def expected(self, tenant: Hashable, most: int) -> int:
+    def expected(self, tenant: str, most: int) -> int:
         """Tokens to set aside for an answer of at most `most`; `most` as long as too few answers are known."""
         own = self._by_tenant.get(tenant)
         lengths = own if own is not None and len(own) >= MIN_ANSWERS else self._all

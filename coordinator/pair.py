@@ -66,7 +66,7 @@ class Prices:
             return Pair(prefill, None, None)
         forecast = forecast_handoff(prefill, None, self._work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        return Pair(prefill, None, forecast, ttft_s / prefill.status.weight)
+        return Pair(prefill, None, forecast, ttft_s / prefill.standing.weight)
 
     def tail(self, decode: Member, work: Work) -> Pair:
         """The decode node computes what it lacks. `work` may know better than ours what that is."""
@@ -75,7 +75,7 @@ class Prices:
         forecast = forecast_tail(decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.TAIL, forecast.ttft_s)
         cost_s = ttft_s + self._held_up_s(decode, work) + self._answer_s(decode, work)
-        return Pair(None, decode, forecast, cost_s / decode.status.weight)
+        return Pair(None, decode, forecast, cost_s / decode.standing.weight)
 
     def handoff(self, prefill: Member, decode: Member, work: Work) -> Pair:
         """`work` as `tail`'s."""
@@ -83,7 +83,7 @@ class Prices:
             return Pair(prefill, decode, None)
         forecast = forecast_handoff(prefill, decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = ttft_s / prefill.status.weight + self._answer_s(decode, work) / decode.status.weight
+        cost_s = ttft_s / prefill.standing.weight + self._answer_s(decode, work) / decode.standing.weight
         return Pair(prefill, decode, forecast, cost_s)
 
     def _answer_s(self, decode: Member, work: Work) -> float:

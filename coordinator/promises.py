@@ -19,7 +19,7 @@ LEAD_S = 3.0  # and from so long before it: places come free in bursts, and none
 MAX_PROMISES = 16_384  # a tenant
 _LEAD_PLACES = 4  # where they come slowly, it is kept from when so many more shall come free until its time
 _NUM_FREED = 64  # places that came free last, by which the pace is told
-_MARGIN = 1.25  # what is told, of what is expected
+MARGIN = 1.25  # what is told, of what is expected
 
 
 class Paced(Protocol):
@@ -103,7 +103,7 @@ class Promises:
             return self._tell_again(request_id, known, now, at_least_s)
         expected = pace.seconds_for(num_places, num_tokens, now)
         # After the last one that was told, not by this moment's pace for all of them: many would be told the same.
-        due = max(self._last_due, now) + (guess_s if expected is None else expected * _MARGIN)
+        due = max(self._last_due, now) + (guess_s if expected is None else expected * MARGIN)
         due = max(due, now + at_least_s)
         if request_id and due - now <= MAX_RETRY_AFTER_S and len(self) < MAX_PROMISES:
             self._later[request_id] = _Promise(num_places, due)

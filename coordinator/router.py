@@ -34,7 +34,6 @@ def rank_decode(
 
     def cost(member: Member) -> tuple[bool, bool, bool, float, int, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
-        load = status.num_running + status.num_waiting + status.num_reservations + member.num_assigned
         cached = matched.get(instance_id, 0)
         needed = num_blocks if num_blocks_now is None else num_blocks_now(member)
         crowded = needed - cached > status.blocks.available
@@ -42,7 +41,7 @@ def rank_decode(
             instance_id in avoid,
             instance_id in suspects,
             crowded,
-            DECODE_REQUEST_BLOCKS * (load + 1) / status.weight - cached,
+            DECODE_REQUEST_BLOCKS * (member.standing.num_requests + 1) / status.weight - cached,
             -status.blocks.available,
             instance_id,
         )
@@ -62,13 +61,12 @@ def rank_prefill(
 
     def cost(member: Member) -> tuple[bool, bool, bool, float, InstanceId]:
         status, instance_id = member.status, member.info.instance_id
-        load = status.num_running + status.num_waiting + member.num_assigned
         cached = matched.get(instance_id, 0)
         return (
             instance_id in avoid,
             instance_id in suspects,
             not has_slot(member),
-            PREFILL_REQUEST_BLOCKS * (load + 1) / status.weight - cached,
+            PREFILL_REQUEST_BLOCKS * (member.standing.num_requests + 1) / status.weight - cached,
             instance_id,
         )
 
@@ -82,4 +80,4 @@ def _may_take(member: Member, num_blocks: int) -> bool:
 
 def has_slot(member: Member) -> bool:
     """Whether the node would take one more request now, as far as its last status tells."""
-    return member.status.num_slots_free > member.num_assigned
+    return member.standing.has_slot

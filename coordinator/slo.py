@@ -6,19 +6,18 @@ What cannot is refused at once, so that the cluster computes what is of use ("ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.forecast import Forecast
-from coordinator.promises import MIN_RETRY_AFTER_S, Promises
+from coordinator.promises import MARGIN, MIN_RETRY_AFTER_S, Promises
 from coordinator.tenant_policy import TenantPolicy
 from kvrelay.errors import OverloadedError
 from kvrelay.inference import GenerateRequest
 
 LEAD_S = 1.0  # room is kept from so long before the time told; more would leave it empty
 NEWCOMERS_PART = 0.8  # of its target within which a prediction must be while others were told to come back
-MARGIN = 1.25  # what is told, of what is expected
-_MAX_QUEUES = 1_000  # whose promises are kept
+_MAX_TENANTS = 1_000  # whose promises are kept
 _SMOOTHING = 0.1  # weight of the newest answer's time in the running mean
 
 OnRefused = Callable[[str], None]  # "ttft" or "itl": the target that is out of reach
@@ -40,8 +39,7 @@ NO_TARGETS = Targets()
 
 
 def targets_of(request: GenerateRequest, policy: TenantPolicy) -> Targets:
-    """The request's own, or else its tenant's. Raises InvalidRequestError."""
-    request.check_targets()
+    """The request's own, which have been checked, or else its tenant's."""
     return Targets(
         (policy.ttft_s or None) if request.ttft_target_s is None else request.ttft_target_s,
         (policy.itl_s or None) if request.itl_target_s is None else request.itl_target_s,
@@ -71,15 +69,22 @@ class Prediction:
         """However short the queues become."""
         return self.forecast.ttft_s - self.forecast.queue_s if self.forecast else 0.0
 
+    @property
+    def least_itl_s(self) -> float:
+        """With nothing beside it; 0 where that is not known."""
+        return self.forecast.least_itl_s if self.forecast else 0.0
+
     def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
         """As a pace of `coordinator.promises`, whose places are tokens here."""
         return num_tokens / self.tokens_per_s if self.tokens_per_s else None
 
 
 class SloAdmission:
+    """Of one model."""
+
     def __init__(self, on_refused: OnRefused = lambda target: None) -> None:
         self._on_refused = on_refused
-        self._promises: dict[Hashable, Promises] = {}
+        self._promises: dict[str, Promises] = {}
         self._answer_s = 0.0  # from the first token to the last, in the mean of late
 
     def note_answer(self, seconds: float) -> None:
@@ -88,7 +93,7 @@ class SloAdmission:
 
     def check(
         self,
-        queue: Hashable,
+        tenant: str,
         request_id: str,
         targets: Targets,
         prediction: Prediction,
@@ -97,9 +102,8 @@ class SloAdmission:
         best_effort: bool,
     ) -> bool:
         """Whether the targets are in reach. Where they are not, raises OverloadedError that says when they will be,
-        unless the request shall run all the same. `queue` is where it would wait, a tenant's for a model; `request_id`
-        is the client's own, or empty."""
-        promises = self._of(queue)
+        unless the request shall run all the same. `request_id` is the client's own, or empty."""
+        promises = self._of(tenant)
         kept = promises.num_kept(request_id, prediction, now, prediction.num_positions)
         is_newcomer = len(promises) > 0 and not promises.waits_for(request_id, now)
         part = NEWCOMERS_PART if is_newcomer else 1.0
@@ -136,13 +140,15 @@ class SloAdmission:
         why = (
             f"would get a token every {_ms(itl_s)} on average, {_compared(itl_s, limit_s)} the {_ms(limit_s)} asked for"
         )
+        if prediction.least_itl_s > limit_s:
+            return _Refusal("itl", f"{why}, with nothing beside it", 0.0, is_for_good=True)
         return _Refusal("itl", why, (1 - limit_s * NEWCOMERS_PART / itl_s) * self._answer_s)
 
-    def _of(self, queue: Hashable) -> Promises:
-        """Of many queues the one that is longest unheard of is forgotten."""
-        promises = self._promises.pop(queue, None) or Promises(LEAD_S)
-        self._promises[queue] = promises
-        if len(self._promises) > _MAX_QUEUES:
+    def _of(self, tenant: str) -> Promises:
+        """Of many tenants the one that is longest unheard of is forgotten."""
+        promises = self._promises.pop(tenant, None) or Promises(LEAD_S)
+        self._promises[tenant] = promises
+        if len(self._promises) > _MAX_TENANTS:
             del self._promises[next(iter(self._promises))]
         return promises
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvrelay.cluster import NodeStatus
 from kvrelay.limits import DecodeLimits, PrefillLimits
 
+LEAST_WEIGHT = 0.001  # stands for 0 where costs are divided by it
 _NO_LIMIT = 2**31  # of a node that did not tell
 
 
@@ -23,7 +24,7 @@ class Standing:
     num_assigned_tokens: int
     has_slot: bool  # it would take one more request now
     num_blocks: int  # of its pool
-    weight: float
+    weight: float  # above 0: one that takes nothing new may have been told so while a request asked it for room
     token_s: float  # to compute one token of a prompt
     byte_s: float  # to hand over one byte
     num_requests: int  # that run, wait or are on their way
@@ -61,7 +62,7 @@ def standing_of(status: NodeStatus, num_assigned: int, num_assigned_tokens: int)
         num_assigned_tokens=num_assigned_tokens,
         has_slot=status.num_slots_free > num_assigned,
         num_blocks=status.blocks.total,
-        weight=status.weight,
+        weight=status.weight or LEAST_WEIGHT,
         token_s=token_s,
         byte_s=_inverse(rates.handoff_bytes_per_s),
         num_requests=num_requests,

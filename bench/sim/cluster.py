@@ -65,7 +65,7 @@ class Run:
     num_reserves: int
     returns: list[bool]  # of those that came back when they were told to, while the load lasted: whether they got in
     num_events: int
-    wall_s: float
+    processor_s: float
 
 
 class Simulation:
@@ -101,7 +101,7 @@ class Simulation:
             self._add_decode(number)
 
     def run(self, arrivals: Sequence[Arrival]) -> Run:
-        started = time.perf_counter()
+        started = time.process_time()
         start_s = self._start_s()
         self._tenants = list(Counter(arrival.tenant for arrival in arrivals))
         self._load_ends_at = start_s + arrivals[-1].at
@@ -119,7 +119,7 @@ class Simulation:
             num_reserves=coordinator.num_reserves,
             returns=self._returns,
             num_events=self.clock.num_events,
-            wall_s=time.perf_counter() - started,
+            processor_s=time.process_time() - started,
         )
 
     def check_empty(self) -> None:

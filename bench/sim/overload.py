@@ -21,7 +21,8 @@ from coordinator.slo import NO_TARGETS, Targets
 from coordinator.tenant_policy import parse_policies
 
 GOAL = Goal(ttft_s=2.0, itl_s=0.05)
-MINUTES = 10.0
+MINUTES = 10.0  # of a run of FULL_REQUESTS or more, less of a shorter one
+FULL_REQUESTS = 1_000
 FACTORS = (1.0, 1.5, 2.0)
 POLICIES = {"none": NO_TARGETS, "2 s, 50 ms": Targets(GOAL.ttft_s, GOAL.itl_s)}
 WEIGHTS = {"chat": 3.0, "code": 2.0, "documents": 1.0}
@@ -82,6 +83,10 @@ def mixed(number: int, num_slices: int, num_requests: int) -> list[Arrival]:
     return load
 
 
+def minutes_of(options: Options) -> float:
+    return MINUTES * min(1.0, options.num_requests / FULL_REQUESTS)
+
+
 @cache
 def capacity_of(number: int, options: Options) -> float:
     """Requests a second."""
@@ -90,9 +95,8 @@ def capacity_of(number: int, options: Options) -> float:
 
 def measure(task: Task) -> Measured:
     options, capacity = task.options, capacity_of(task.number, task.options)
-    seconds = 60.0 * MINUTES * min(1.0, options.num_requests / 1_000)
     per_s = task.factor * capacity
-    load = mixed(task.number, options.num_slices, int(per_s * seconds))
+    load = mixed(task.number, options.num_slices, int(per_s * 60.0 * minutes_of(options)))
     load = [replace(arrival, at=arrival.at / per_s) for arrival in load]
     return _measured(simulate(replace(SETUP, targets=POLICIES[task.targets]), load, task.number), load[-1].at)
 
@@ -149,7 +153,7 @@ def report(options: Options) -> str:
         "of those who came back as told, let in, %",
     )
     return (
-        f"Overload (virtual time): {MINUTES:g} minutes, each tenant asks for so many times its share; goodput counts "
-        f"answers with TTFT within {GOAL.ttft_s:g} s and a mean time between tokens within "
+        f"Overload (virtual time): {minutes_of(options):g} minutes, each tenant asks for so many times its share; "
+        f"goodput counts answers with TTFT within {GOAL.ttft_s:g} s and a mean time between tokens within "
         f"{1_000 * GOAL.itl_s:g} ms\n\n{table(columns, rows)}"
     )

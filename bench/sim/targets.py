@@ -16,7 +16,7 @@ from coordinator.slo import NO_TARGETS, Targets
 MAX_TOKENS = 1_024
 GOAL = Goal(ttft_s=2.0, itl_s=0.05)
 SETUP = Setup(num_prefill=3, num_decode=1)
-POLICIES = {"none": NO_TARGETS, "refused": Targets(GOAL.ttft_s, GOAL.itl_s)}
+POLICIES = {"let in": NO_TARGETS, "refused": Targets(GOAL.ttft_s, GOAL.itl_s)}
 FACTORS = (0.5, 1.0, 1.5, 2.0)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.cluster import ClusterStatus, NodeReport, NodeStatus
+from kvrelay.cluster import ClusterStatus, NodeRates, NodeReport, NodeStatus
 from kvrelay.errors import KVRelayError
 from kvrelay.inference import RequestAccepted, RequestFinished, TextPrompt, TokensGenerated
 from kvrelay.rpc.channel import open_channel
@@ -22,6 +22,7 @@ NUM_CLIENTS = 6
 NUM_STEPS = 40
 MAX_NODES = 4  # of a role
 TIMEOUT_S = 120.0
+MEASURED = NodeRates(prefill_tokens_per_s=10_000, handoff_bytes_per_s=1e9, step_s=0.01, step_row_s=0.001)
 
 
 class Decode(FakeDecodeNode):
@@ -86,9 +87,11 @@ class Clients:
 class Churn:
     """What is done to the nodes, one thing at a time. Each role always has one that nothing is done to."""
 
-    def __init__(self, cluster: Ends, clients: Clients, seed: int) -> None:
+    def __init__(self, cluster: Ends, clients: Clients, seed: int, rates: NodeRates) -> None:
+        """`rates` are what all nodes say they measured."""
         self._cluster = cluster
         self._clients = clients
+        self._rates = rates
         self._draw = random.Random(seed)
         self._num_started = 0
         self.num_killed_at_work = 0
@@ -104,6 +107,7 @@ class Churn:
         else:
             node = Prefill(self._cluster.decode, f"prefill-{self._num_started}")
             self._cluster.prefill.append(node)
+        node.rates = self._rates
         await node.start(self._cluster.address)
         await self._until(node, lambda report: report.status.ready)
 
@@ -173,13 +177,13 @@ class Churn:
         await self._cluster.until_status(reached)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_adding_and_removing_nodes_under_load_loses_nothing(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "rates"), [(1, NodeRates()), (2, MEASURED)], ids=["not measured", "measured"])
+async def test_adding_and_removing_nodes_under_load_loses_nothing(seed: int, rates: NodeRates) -> None:
     # So many retries, and so long waits, that only a request which nobody can serve runs out of them.
     waits = {"member_timeout_s": 60.0, "no_node_wait_s": TIMEOUT_S, "max_queue_wait_s": TIMEOUT_S}
     async with ends(0, 0, max_retries=100, **waits) as cluster:
         clients = Clients(cluster, seed)
-        churn = Churn(cluster, clients, seed)
+        churn = Churn(cluster, clients, seed, rates)
         for kind in ("prefill", "prefill", "decode", "decode"):
             await churn.join(kind)
         async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:

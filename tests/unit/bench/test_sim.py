@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from bench.sim.request import Outcome, SimRequest
 from bench.sim.reserving import Expected
 from bench.sim.results import Goal, capacity_per_s, goodput, hit_rate
 from bench.sim.shapes import NodeShape, StepTime
+from bench.sim.tables import cell
 from coordinator.holders import keys_of
 
 # Round figures: a step of 10 ms and 1 ms a row; prompts at 1 ms a token and 4 ms a step; 1 ms a token on the link.
@@ -147,6 +149,13 @@ def test_goodput_counts_what_met_both_targets() -> None:
 def test_capacity_is_what_the_slowest_part_can_do() -> None:
     """One prefill node that takes 104 ms a prompt and 100 ms a handoff beside it."""
     assert capacity_per_s(ONE_OF_EACH, [Arrival(0.0, 100, 2, 8)] * 40) == pytest.approx(1 / 0.102, rel=0.15)
+
+
+def test_a_cell_tells_the_median_and_how_far_apart_its_runs_are() -> None:
+    assert cell([3.0, 1.0, 2.5]) == "2.50 (1.00 to 3.00)"
+    assert cell([2.0, 2.001]) == "2.00"
+    assert cell([math.nan, 7.0], ".0f") == "7"
+    assert cell([math.nan]) == "none"
 
 
 def test_traces_are_whole() -> None:

@@ -51,6 +51,16 @@ def test_what_was_out_of_order_counts_with_four_times_what_was_worked_out() -> N
     assert foresight.correct_s(Way.HANDOFF, 0.5) <= 2.125
 
 
+def test_tokens_that_come_slower_than_steps_take_are_foretold_so() -> None:
+    """Twice as slow, and 5 ms."""
+    foresight = Foresight()
+    for itl_s in (0.01, 0.03, 0.05, 0.02) * 20:
+        foresight.ended(Foretold(Way.TAIL, 1.0, 1.0, itl_s, at=0.0, worked_out_itl_s=itl_s), itl_s=2 * itl_s + 0.005)
+    assert foresight.correct_itl_s(0.04) == pytest.approx(0.085, rel=0.02)
+    assert foresight.correct_itl_s(0.0) == 0.0
+    assert foresight.correct(Way.HANDOFF, Forecast(1.0, 0.04)).itl_s == foresight.correct_itl_s(0.04)
+
+
 def test_parts_of_a_corrected_forecast_still_add_up() -> None:
     foresight = Foresight()
     for _ in range(20):
