@@ -34,6 +34,7 @@ class Forecast:
     load_s: float = 0.0  # until what the kvstore has is there
     prefill_s: float = 0.0  # to compute what is not cached
     handoff_s: float = 0.0  # from the last computed token until the decode node has all blocks
+    least_itl_s: float = 0.0  # however little runs beside it; 0 where that is not known, as the node has work
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,14 @@ def forecast_handoff(prefill: Member, decode: Member | None, work: Work, usual_s
         return Forecast(queue_s + prefill_s, 0.0, queue_s, 0.0, prefill_s, 0.0)
     num_cached = work.cached_decode.get(decode.info.instance_id, 0)
     handoff_s = after_last_s(node, work, num_uncached, prefill_s, num_cached)
-    return Forecast(queue_s + prefill_s + handoff_s, itl_s(decode.standing, work), queue_s, 0.0, prefill_s, handoff_s)
+    return Forecast(
+        ttft_s=queue_s + prefill_s + handoff_s,
+        itl_s=itl_s(decode.standing, work),
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        handoff_s=handoff_s,
+        least_itl_s=least_itl_s(decode.standing),
+    )
 
 
 def forecast_tail(decode: Member, work: Work, usual_s: float) -> Forecast:
@@ -126,7 +134,19 @@ def forecast_tail(decode: Member, work: Work, usual_s: float) -> Forecast:
     num_steps = -(-num_uncached // node.prompt_budget)
     queue_s = (work.num_tokens_ahead + node.waiting_tokens) * token_s
     prefill_s = num_uncached * token_s + num_steps * node.step_s
-    return Forecast(queue_s + prefill_s, itl_s(node, work), queue_s, 0.0, prefill_s, 0.0)
+    return Forecast(
+        ttft_s=queue_s + prefill_s,
+        itl_s=itl_s(node, work),
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        least_itl_s=least_itl_s(node),
+    )
+
+
+def least_itl_s(decode: Standing) -> float:
+    """Of an answer that runs alone. Told by a node that has nothing to do: what it measured with others beside it may
+    say little of that."""
+    return 0.0 if decode.num_requests or decode.waiting_tokens else decode.next_step_s
 
 
 def itl_s(decode: Standing, work: Work) -> float:

@@ -14,7 +14,27 @@ from kvrelay.types import FinishReason, Role
 
 MAX_TENANT_LABELS = 50
 OTHER_TENANTS = "other"
-_ERRORS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+_ERRORS_S = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    30.0,
+)
 ERROR_BUCKETS = (*(-error_s for error_s in reversed(_ERRORS_S)), 0.0, *_ERRORS_S)
 RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _WAITING = (Stage.QUEUED, Stage.RESERVING)

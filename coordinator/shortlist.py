@@ -1,7 +1,7 @@
 """The few nodes of a role of which pairs are worth making, out of a thousand. Pure.
 
-Every node is looked at, so this is written for speed: half a microsecond a node. What it leaves out is how the two
-nodes of a pair bear on each other, which `coordinator.pair_cost` puts in for the few.
+Every node is looked at, so this is written for speed. What it leaves out is how the two nodes of a pair bear on each
+other, which `coordinator.pair_cost` puts in for the few.
 """
 
 from __future__ import annotations

@@ -69,6 +69,11 @@ class Prediction:
         """However short the queues become."""
         return self.forecast.ttft_s - self.forecast.queue_s if self.forecast else 0.0
 
+    @property
+    def least_itl_s(self) -> float:
+        """With nothing beside it; 0 where that is not known."""
+        return self.forecast.least_itl_s if self.forecast else 0.0
+
     def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
         """As a pace of `coordinator.promises`, whose places are tokens here."""
         return num_tokens / self.tokens_per_s if self.tokens_per_s else None
@@ -135,6 +140,8 @@ class SloAdmission:
         why = (
             f"would get a token every {_ms(itl_s)} on average, {_compared(itl_s, limit_s)} the {_ms(limit_s)} asked for"
         )
+        if prediction.least_itl_s > limit_s:
+            return _Refusal("itl", f"{why}, with nothing beside it", 0.0, is_for_good=True)
         return _Refusal("itl", why, (1 - limit_s * NEWCOMERS_PART / itl_s) * self._answer_s)
 
     def _of(self, tenant: str) -> Promises:

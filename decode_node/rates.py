@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from kvrelay.cluster import NodeRates
-from kvrelay.rates import Line, WorkRate
+from kvrelay.rates import HALF_BYTES, HALF_TOKENS, Line, WorkRate
 
-HALF_TOKENS = 2048
-HALF_BYTES = 64 * 2**20
 MIN_SHARE = 0.1  # of a step's time that prompts in it take at least: a step may be quicker than the line says
 
 

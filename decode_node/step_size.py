@@ -15,11 +15,13 @@ HEADROOM = 0.8  # of the target, under which one sequence more is let in
 
 
 class DecodeStepSize:
-    """Without `marks` a step has what the limits say, whatever it takes; without `itl_target_s` any number of rows."""
+    """Without `marks` no wait makes a step shorter, without `itl_target_s` nothing that it takes does; without both it
+    has what the limits say."""
 
     def __init__(self, marks: QueueMarks | None = None, itl_target_s: float = 0.0) -> None:
         marks_or_any = marks or QueueMarks()
-        self._is_fixed = marks is None
+        self._hears_waits = marks is not None
+        self._is_fixed = marks is None and not itl_target_s
         self._itl_target_s = itl_target_s
         self._rows = AdaptiveBound(marks_or_any)
         self._tail_tokens = AdaptiveBound(marks_or_any, LEAST_TAIL_TOKENS)
@@ -35,7 +37,8 @@ class DecodeStepSize:
 
     def waited(self, seconds: float) -> None:
         """A sequence that came during a step could join the next after so long."""
-        self._tail_tokens.waited(seconds)
+        if self._hears_waits:
+            self._tail_tokens.waited(seconds)
 
     def stepped(self, limits: DecodeLimits, num_rows: int, num_tokens: int, step_s: float, *, num_waiting: int) -> None:
         """A step computed `num_tokens` for `num_rows` sequences; `num_waiting` could not join it."""

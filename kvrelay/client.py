@@ -230,11 +230,12 @@ class Client:
             keep_s=keep_s,
             timeout_s=timeout_s,
         )
+        turn = asyncio.Lock()  # a wait that was interrupted may still be ending its call when the answer is left
         try:
-            while (event := self._wait(_next(events))) is not None:
+            while (event := self._wait(_next(events, turn))) is not None:
                 yield event
         finally:
-            self._wait(events.aclose())
+            self._wait(_close(events, turn))
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> tuple[int, ...]:
         return self._wait(self._client.tokenize(prompt, model=model))
@@ -266,8 +267,14 @@ class Client:
             raise
 
 
-async def _next(events: AsyncGenerator[AnswerEvent, None]) -> AnswerEvent | None:
-    return await anext(events, None)
+async def _next(events: AsyncGenerator[AnswerEvent, None], turn: asyncio.Lock) -> AnswerEvent | None:
+    async with turn:
+        return await anext(events, None)
+
+
+async def _close(events: AsyncGenerator[AnswerEvent, None], turn: asyncio.Lock) -> None:
+    async with turn:
+        await events.aclose()
 
 
 async def _make(address: str | Sequence[str], timeout_s: float) -> AsyncClient:

@@ -134,8 +134,7 @@ class NodeConfig(RoleConfig):
     )
     queue_high_s: float = option(
         0.1,
-        "wait of newcomers for the step that runs, above which steps get shorter; 0: they are as long as the limits "
-        "let them be",
+        "wait of newcomers for the step that runs, above which steps get shorter; 0: never",
         unit="s",
         minimum=0.0,
     )
@@ -152,7 +151,7 @@ class NodeConfig(RoleConfig):
 
     @property
     def marks(self) -> QueueMarks | None:
-        """None: steps are as long as the limits let them be. Raises InvalidRequestError."""
+        """None: no wait makes steps shorter. Raises InvalidRequestError."""
         if not self.queue_high_s:
             return None
         marks = QueueMarks(self.queue_low_s, self.queue_high_s)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+HALF_TOKENS = 2048  # what rates of computing prompts look back on
+HALF_BYTES = 64 * 2**20  # what rates of moving KV look back on
 FORGET = 0.98  # weight of all earlier samples of a line beside the next one: about the last fifty count
 SPREAD = 0.25  # variance of x, a count, from which samples tell more of a line's slope than what was known before
 OUTLIER = 4.0  # a piece counts with at most so many times what the others say: a pause is not the work's

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.cluster import NodeRates
-from kvrelay.rates import WorkRate
-
-HALF_TOKENS = 2048
-HALF_BYTES = 64 * 2**20
+from kvrelay.rates import HALF_BYTES, HALF_TOKENS, WorkRate
 
 
 class PrefillRates:

@@ -20,12 +20,12 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from bench.coordinator import decisions, latency, relay, requests
 from bench.coordinator.plan import DECISIONS, LATENCY, QUICK, REFUSALS, RELAY, REQUESTS, ROWS, Effort, Setting
 from bench.engine import machine
 from bench.handoff.samples import Bar
+from bench.options import make_parser
 from bench.rounds import Part, Results, measure_all
 from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
 
@@ -85,27 +85,9 @@ def _bars(rows: tuple[str, ...]) -> list[Bar]:
     return [bar for row in rows if row in bars for bar in bars[row]()]
 
 
-def _rows(text: str) -> tuple[str, ...]:
-    chosen = text.split(",")
-    unknown = [name for name in chosen if name not in ROWS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {','.join(ROWS)}")
-    return tuple(row for row in ROWS if row in chosen)
-
-
 def _options() -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench.coordinator", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--rows", type=_rows, default=ROWS, help=f"of {','.join(ROWS)} (default: all)")
-    parser.add_argument("--repeat", type=int, help=f"rounds (default: {Effort().num_rounds}; 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="shows that all runs, measures little")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="for quiet CPUs before each part, at most")
-    parser.add_argument("--model", type=Path, help="whose tokenizer the coordinator has (default: the demo model)")
-    parser.add_argument("--json", type=Path, help="where every sample goes (default: beside the peers)")
-    options = parser.parse_args()
-    if options.repeat is not None and options.repeat < 1:
-        parser.error("--repeat is at least 1")
-    return options
+    model = "whose tokenizer the coordinator has (default: the demo model)"
+    return make_parser("coordinator", __doc__, ROWS, Effort().num_rounds, model).parse_args()
 
 
 if __name__ == "__main__":

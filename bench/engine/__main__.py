@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from bench.engine.launch import WorkerFailedError, busy_worker, run_worker
 from bench.engine.models import derive
 from bench.engine.plan import BUSY_CASE, QUICK, TABLES, Effort, Run, Setting, make_plan
 from bench.engine.results import Outcome, Results
+from bench.options import chosen_of
 from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
 from kvrelay.gguf_metadata import read_header
 from kvrelay.kv.layout import ITEM_BYTES
@@ -103,8 +104,8 @@ def _two_cpus() -> tuple[int, ...]:
 def _options() -> argparse.Namespace:
     names, num_cpus = (*PEERS, KVRELAY), len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
-    parser.add_argument("--engines", type=_list_of(names), default=names, help=f"of {','.join(names)} (default: all)")
-    parser.add_argument("--rows", type=_list_of(TABLES), default=TABLES, help=f"of {','.join(TABLES)} (default: all)")
+    parser.add_argument("--engines", type=chosen_of(names), default=names, help=f"of {','.join(names)} (default: all)")
+    parser.add_argument("--rows", type=chosen_of(TABLES), default=TABLES, help=f"of {','.join(TABLES)} (default: all)")
     rounds = f"rounds, a fresh process of each engine in each (default: {NUM_ROUNDS}; 1 with --quick)"
     parser.add_argument("--repeat", type=int, help=rounds)
     parser.add_argument(
@@ -122,17 +123,6 @@ def _options() -> argparse.Namespace:
     if "contention" in options.rows and num_cpus < 2:
         parser.error("contention is measured on two cores and there is one; leave it out of --rows")
     return options
-
-
-def _list_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def names(text: str) -> tuple[str, ...]:
-        chosen = text.split(",")
-        unknown = [name for name in chosen if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {','.join(known)}")
-        return tuple(name for name in known if name in chosen)
-
-    return names
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from bench.handoff.plan import (
     Setting,
 )
 from bench.handoff.samples import Bar
+from bench.options import make_parser
 from bench.rounds import Part, Results, measure_all
 from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
 from scripts.development_certificates import CertificatesError, make_certificates
@@ -137,26 +138,9 @@ def _certificates(results: Results) -> Iterator[tuple[Path, Path, Path] | None]:
         yield files.ca, files.certificate, files.key
 
 
-def _rows(text: str) -> tuple[str, ...]:
-    chosen = text.split(",")
-    unknown = [name for name in chosen if name not in ROWS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {','.join(ROWS)}")
-    return tuple(row for row in ROWS if row in chosen)
-
-
 def _options() -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--rows", type=_rows, default=ROWS, help=f"of {','.join(ROWS)} (default: all)")
-    parser.add_argument("--repeat", type=int, help=f"rounds (default: {Effort().num_rounds}; 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="shows that all runs, measures little")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="for quiet CPUs before each part, at most")
-    parser.add_argument("--model", type=Path, help="a GGUF file of a Llama (default: the demo model)")
-    parser.add_argument("--json", type=Path, help="where every sample goes (default: beside the peers)")
+    parser = make_parser("handoff", __doc__, ROWS, Effort().num_rounds)
     options = parser.parse_args()
-    if options.repeat is not None and options.repeat < 1:
-        parser.error("--repeat is at least 1")
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two processes are measured beside each other, and there is one core")
     return options

@@ -12,7 +12,6 @@ from coordinator.event_log import EventLog
 from coordinator.outbox import MAX_EVENT_TOKENS
 from coordinator.token_columns import TokenColumns
 from kvrelay.inference import (
-    ChoiceFinished,
     GenerateEvent,
     RequestAccepted,
     RequestFailed,
@@ -20,24 +19,9 @@ from kvrelay.inference import (
 )
 from kvrelay.rpc.convert_inference import generate_event_to_pb
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
-from kvrelay.types import FinishReason, RequestId
+from tests.support.answer_events import ACCEPTED, complete, drained, tokens
 
-ACCEPTED = RequestAccepted(RequestId("r"), 1, 7, 9)
 FAILED = RequestFailed("cancelled", "gone", retryable=False)
-
-
-def tokens(index: int, *token_ids: int) -> TokensGenerated:
-    return TokensGenerated(
-        tuple(GeneratedToken(token_id) for token_id in token_ids), "".join(map(chr, token_ids)), index
-    )
-
-
-def complete(index: int) -> ChoiceFinished:
-    return ChoiceFinished(index, FinishReason.STOP, "", 1)
-
-
-async def drained(log: EventLog) -> list[GenerateEvent]:
-    return [event async for event in log.events()]
 
 
 async def test_every_reader_gets_everything_from_the_first_event_on() -> None:

@@ -43,6 +43,14 @@ def test_a_handoff_is_the_queue_the_prompt_and_its_last_chunk() -> None:
     assert forecast.itl_s == pytest.approx(0.018)
 
 
+def test_what_an_answer_takes_alone_is_told_of_a_decode_node_that_has_nothing_to_do() -> None:
+    idle, busy = (decode_node(running=number, step_s=0.010, row_s=0.002) for number in (0, 1))
+    waiting = decode_node(step_s=0.010, row_s=0.002, waiting_tokens=1)
+    for forecast in (forecast_handoff(prefill_node(), idle, work(), 0.0), forecast_tail(idle, work(), 0.0)):
+        assert forecast.least_itl_s == pytest.approx(0.012)
+    assert [forecast_tail(node, work(), 0.0).least_itl_s for node in (busy, waiting)] == [0.0, 0.0]
+
+
 def test_a_link_slower_than_the_computing_adds_what_it_could_not_carry_meanwhile() -> None:
     """63 blocks at 20 a second take 3.15 s, of which computing hides 1 s; the last chunk alone takes 1.6 s."""
     forecast = forecast_handoff(prefill_node(link=320_000), decode_node(), work(), 0.0)

@@ -9,32 +9,15 @@ from hypothesis import strategies as st
 
 from coordinator.outbox import Outbox
 from kvrelay.inference import (
-    ChoiceFinished,
     GenerateEvent,
-    RequestAccepted,
     RequestFailed,
     TokensGenerated,
 )
 from kvrelay.rpc.convert_inference import generate_event_to_pb
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
-from kvrelay.types import FinishReason, RequestId
+from tests.support.answer_events import ACCEPTED, complete, drained, tokens
 
-ACCEPTED = RequestAccepted(RequestId("r"), 1, 7, 9)
 FAILED = RequestFailed("unavailable", "gone", retryable=True)
-
-
-def tokens(index: int, *token_ids: int) -> TokensGenerated:
-    return TokensGenerated(
-        tuple(GeneratedToken(token_id) for token_id in token_ids), "".join(map(chr, token_ids)), index
-    )
-
-
-def complete(index: int) -> ChoiceFinished:
-    return ChoiceFinished(index, FinishReason.STOP, "", 1)
-
-
-async def drained(outbox: Outbox) -> list[GenerateEvent]:
-    return [event async for event in outbox.events()]
 
 
 async def test_tokens_that_wait_are_put_together_for_each_answer() -> None:

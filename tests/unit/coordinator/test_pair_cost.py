@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work
+from coordinator.forecast import Work, forecast_handoff, forecast_tail
 from coordinator.foresight import Foresight, Foretold, Way
 from coordinator.members import Member
 from coordinator.pair import Pair
@@ -237,7 +237,7 @@ nodes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_order_is_one_and_no_suspect_goes_before_another_that_can(data: st.DataObject) -> None:
     num_prefill, num_decode = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 12))
@@ -265,6 +265,44 @@ def test_the_order_is_one_and_no_suspect_goes_before_another_that_can(data: st.D
     for member, others in ((chosen.prefill, usable), (chosen.decode, [one for one in decode if one.status.weight > 0])):
         if member is not None and (member.info.instance_id,) in suspects:
             assert all((one.info.instance_id,) in suspects for one in others if others is usable or _can(one, ranked))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_many_nodes_the_best_pair_is_found_as_if_every_pair_was_looked_at(seed: int) -> None:
+    """40 of each, on links alike; what there is to find is worked out from each pair's own parts."""
+    draw = random.Random(seed)
+    prefill = [
+        prefill_node(
+            f"p{index:02}", rate=draw.uniform(500, 2_000), running=draw.randint(0, 3), link=1e6,
+            waiting_tokens=draw.randint(0, 3_000), weight=draw.choice([0.5, 1.0, 2.0]),
+        )
+        for index in range(40)
+    ]  # fmt: skip
+    decode = [
+        decode_node(
+            f"d{index:02}", rate=draw.uniform(100, 2_000), running=draw.randint(0, 70), step_s=draw.uniform(0.01, 0.03),
+            row_s=0.0005, waiting_tokens=draw.choice([0, 0, 600]), weight=draw.choice([0.5, 1.0, 2.0]),
+        )
+        for index in range(40)
+    ]  # fmt: skip
+    cached_prefill = {one.info.instance_id: draw.randint(1, 63) for one in draw.sample(prefill, 20)}
+    cached_decode = {one.info.instance_id: draw.randint(1, 63) for one in draw.sample(decode, 20)}
+    request = work(cached_prefill=cached_prefill, cached_decode=cached_decode)
+    ranked = rank_pairs(prefill, decode, request, local_tail_tokens=32)
+    least = min(_cost_s(one, other, request) for one in (None, *prefill) for other in decode)
+    assert ranked[0].cost_s == pytest.approx(least, rel=1e-9)
+
+
+def _cost_s(prefill: Member | None, decode: Member, request: Work) -> float:
+    """As docs/scheduling.md has it; every node has measured all."""
+    node, weight = decode.standing, decode.status.weight
+    rows_s = node.num_rows * 0.0005 + node.next_step_s * (1 + max(0, node.num_requests + 1 - 64) / 64)
+    answer_s = 64 * rows_s + node.waiting_tokens * node.token_s
+    if prefill is not None:
+        return forecast_handoff(prefill, decode, request, 0.0).ttft_s / prefill.status.weight + answer_s / weight
+    forecast = forecast_tail(decode, request, 0.0)
+    num_uncached = request.num_uncached(request.cached_decode.get(decode.info.instance_id, 0))
+    return (forecast.ttft_s + answer_s + node.num_rows * num_uncached * node.token_s) / weight
 
 
 def _can(decode: Member, ranked: list[Pair]) -> bool:

@@ -86,6 +86,18 @@ def test_what_no_wait_brings_in_reach_is_told_so_and_no_time() -> None:
     assert "ask for a longer one, or as best effort" in error.message
 
 
+def test_a_step_that_takes_too_long_by_itself_gets_no_shorter_by_coming_back() -> None:
+    slo = SloAdmission()
+    slo.note_answer(10.0)
+    forecast = Forecast(ttft_s=0.25, itl_s=0.02, prefill_s=0.25, least_itl_s=0.02)
+    error = refused(slo, Targets(itl_s=0.015), Prediction(0.0, forecast, 1_000.0, 100, 100))
+    assert error.retry_after_s == 0
+    assert error.message == (
+        "the request would get a token every 20 ms on average, more than the 15 ms asked for, with nothing beside it; "
+        "ask for a longer one, or as best effort"
+    )
+
+
 def test_best_effort_is_never_refused_and_knows_when_it_is_late() -> None:
     heard: list[str] = []
     slo = SloAdmission(heard.append)

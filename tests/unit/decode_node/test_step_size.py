@@ -15,13 +15,22 @@ def run(size: DecodeStepSize, num_rows: int, step_s: float, *, num_tail_tokens: 
     size.stepped(LIMITS, num_rows, num_rows + num_tail_tokens, step_s, num_waiting=num_waiting)
 
 
-def test_without_marks_a_step_has_what_the_limits_say_however_long_it_takes() -> None:
-    size = DecodeStepSize(None, itl_target_s=0.05)
+def test_without_marks_and_target_a_step_has_what_the_limits_say_however_long_it_takes() -> None:
+    size = DecodeStepSize()
     for _ in range(10):
         size.waited(9.0)
         run(size, 64, 9.0, num_tail_tokens=400)
         run(size, 64, 9.0)
     assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 64)) == (64, 448)
+
+
+def test_without_marks_the_target_still_holds_and_waits_change_nothing() -> None:
+    size = DecodeStepSize(itl_target_s=0.05)
+    size.waited(9.0)
+    assert size.max_tail_tokens(LIMITS, 8) == 504
+    run(size, 8, 0.2, num_tail_tokens=400)
+    run(size, 40, 0.08)
+    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 8)) == (30, 300)
 
 
 def test_without_a_target_any_number_of_rows_may_join() -> None:
