@@ -113,7 +113,6 @@ class Coordinator:
     def _try(self, request: SimRequest) -> None:
         if request.ticket is None:
             return  # it gave up
-        request.num_tries += 1
         started = time.thread_time()
         choice = self._placing.choose(request, self._view.known(request))
         order = choice.order()
