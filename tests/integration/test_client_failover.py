@@ -189,24 +189,12 @@ async def test_another_answer_is_an_error_and_not_glued_to_the_first() -> None:
             await reading.done()
 
 
-async def test_a_request_with_keep_s_goes_on_where_it_was_when_only_the_link_was_lost() -> None:
-    async with several_ends(1) as (cluster,):
-        with link_to(cluster) as link:
-            async with client_of(link.address) as client:
-                reading = Reading(client, keep_s=60.0)
-                await reading.until_tokens(cluster.decode[0])
-                await asyncio.to_thread(link.reset)
-                cluster.decode[0].at["token"].let_go()
-                await reading.done()
-        reading.check_whole()
-        assert len(cluster.decode[0].requests) == 1
-        assert cluster.metric("kvrelay_attached_total") == 1
-
-
-async def test_one_of_several_that_has_it_still_is_asked_before_it_is_computed_anew() -> None:
-    async with several_ends(2) as (first, second):
+@pytest.mark.parametrize("num_coordinators", [1, 2])
+async def test_a_request_with_keep_s_goes_on_where_it_was_when_only_the_link_was_lost(num_coordinators: int) -> None:
+    """Also where another coordinator might compute it anew."""
+    async with several_ends(num_coordinators) as (first, *others):
         with link_to(first) as link:
-            async with client_of(link.address, second.address) as client:
+            async with client_of(link.address, *(other.address for other in others)) as client:
                 reading = Reading(client, keep_s=60.0)
                 await reading.until_tokens(first.decode[0])
                 await asyncio.to_thread(link.reset)
