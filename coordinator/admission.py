@@ -133,6 +133,7 @@ class Admission:
         self._stop_trying(ticket)
         ticket.refused_at = ticket.tried_at
         self._pace.begin(self._now)
+        self._advice.lack_room(self._now)
         self._call_next()
 
     def admitted(self, ticket: Ticket, now: float) -> None:
@@ -169,6 +170,7 @@ class Admission:
         self._now = now
         if not self.num_waiting:
             self._pace.end(now)
+            self._advice.have_room(now)
 
     def _stop_trying(self, ticket: Ticket) -> None:
         self._num_trying -= ticket.trying
@@ -182,6 +184,8 @@ class Admission:
     def _free(self, demand: Demand, now: float) -> None:
         self._places.give_back(demand.tenant, 1, demand.num_tokens)
         self._advice.freed(demand.tenant, demand.num_tokens, now)
+        if not self._places.taken(demand.tenant).num_places:
+            self._advice.end(demand.tenant, now)
 
     def _call_next(self) -> None:
         for ticket in self._turns():
