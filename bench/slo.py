@@ -62,7 +62,6 @@ class Request:
 
 @dataclass(slots=True)
 class Results:
-    num_let_in: int = 0
     num_in_time: int = 0
     num_refused: int = 0
     num_returned: int = 0
@@ -127,7 +126,6 @@ class Simulation:
             return
         finally:
             results.decisions_s.append(time.thread_time() - started)
-        results.num_let_in += 1
         results.num_returned_let_in += returned
         self._admission.got_in(TENANT, request.name)
         number = next(self._numbers)

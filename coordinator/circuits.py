@@ -60,13 +60,8 @@ class Circuits:
 
     _circuits: dict[Party, Circuit] = field(default_factory=dict)
 
-    def suspect(self, party: Party, now: float) -> bool:
-        """Whether it should be asked last now. Changes nothing."""
-        circuit = self._circuits.get(party)
-        return circuit is not None and circuit.blocks(now)
-
     def suspects(self, now: float) -> set[Party]:
-        """All that should be asked last now."""
+        """All that should be asked last now. Changes nothing."""
         return {party for party, circuit in self._circuits.items() if circuit.blocks(now)}
 
     def trying(self, party: Party, now: float) -> None:

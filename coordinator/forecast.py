@@ -30,7 +30,7 @@ class Forecast:
 
     ttft_s: float  # from now until the first token
     itl_s: float  # between two tokens; 0 where it is not known, or there is one token only
-    queue_s: float = 0.0  # behind what waits in the coordinator and on the node
+    queue_s: float = 0.0  # behind what waits on the node; the wait in the coordinator comes before all this
     load_s: float = 0.0  # until what the kvstore has is there
     prefill_s: float = 0.0  # to compute what is not cached
     handoff_s: float = 0.0  # from the last computed token until the decode node has all blocks
@@ -47,7 +47,6 @@ class Work:
     block_bytes: int
     cached_prefill: Mapping[InstanceId, int]
     cached_decode: Mapping[InstanceId, int]
-    num_tokens_ahead: int = 0  # uncached prompt tokens of what waits in the coordinator before it
 
     @property
     def num_left(self) -> int:
@@ -110,7 +109,7 @@ def forecast_handoff(prefill: Member, decode: Member | None, work: Work, usual_s
     node = prefill.standing
     token_s = node.token_s or usual_s
     num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
-    queue_s = (work.num_tokens_ahead + tokens_before(node, num_uncached)) * token_s
+    queue_s = tokens_before(node, num_uncached) * token_s
     prefill_s = num_uncached * token_s
     if decode is None:
         return Forecast(queue_s + prefill_s, 0.0, queue_s, 0.0, prefill_s, 0.0)
@@ -132,7 +131,7 @@ def forecast_tail(decode: Member, work: Work, usual_s: float) -> Forecast:
     token_s = node.token_s or usual_s
     num_uncached = work.num_uncached(work.cached_decode.get(decode.info.instance_id, 0))
     num_steps = -(-num_uncached // node.prompt_budget)
-    queue_s = (work.num_tokens_ahead + node.waiting_tokens) * token_s
+    queue_s = node.waiting_tokens * token_s
     prefill_s = num_uncached * token_s + num_steps * node.step_s
     return Forecast(
         ttft_s=queue_s + prefill_s,

@@ -213,9 +213,6 @@ class Placer:
         ttft_s = self._cluster.foresight.correct_s(pair.way, forecast.ttft_s)
         itl_s = self._cluster.foresight.correct_itl_s(forecast.itl_s)
         state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, itl_s, now, forecast.itl_s)
-        if not state.answer.token_ids:
-            state.predicted_ttft_s = now - state.account.accepted_at + ttft_s
-            state.predicted_itl_s = itl_s
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""

@@ -76,8 +76,6 @@ class RequestState:
         self.steps = Steps(accepted.request_id, now)
         self.considered: Sequence[Pair] = ()  # when it was last tried to place it, best first
         self.foretold: Foretold | None = None  # of the last placement; None where nothing was measured
-        self.predicted_ttft_s = 0.0  # from acceptance; 0: not predicted
-        self.predicted_itl_s = 0.0
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)

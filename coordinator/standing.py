@@ -23,7 +23,6 @@ class Standing:
     num_assigned: int
     num_assigned_tokens: int
     has_slot: bool  # it would take one more request now
-    num_blocks: int  # of its pool
     weight: float  # above 0: one that takes nothing new may have been told so while a request asked it for room
     token_s: float  # to compute one token of a prompt
     byte_s: float  # to hand over one byte
@@ -61,7 +60,6 @@ def standing_of(status: NodeStatus, num_assigned: int, num_assigned_tokens: int)
         num_assigned=num_assigned,
         num_assigned_tokens=num_assigned_tokens,
         has_slot=status.num_slots_free > num_assigned,
-        num_blocks=status.blocks.total,
         weight=status.weight or LEAST_WEIGHT,
         token_s=token_s,
         byte_s=_inverse(rates.handoff_bytes_per_s),

@@ -37,7 +37,8 @@ class DecodeConfig(NodeConfig):
         """Raises ConfigError where fields contradict each other."""
         try:
             self.limits.validate()
-            _ = self.marks
+            if self.marks is not None:
+                self.marks.validate()
         except InvalidRequestError as error:
             raise ConfigError(error.message) from error
 

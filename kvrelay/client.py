@@ -98,18 +98,18 @@ class AsyncClient:
         request, whatever `keep_s` is.
         """
         request = GenerateRequest(
-            prompt,
-            sampling or SamplingParams(),
-            request_id or (secrets.token_hex(16) if keep_s else ""),
-            model,
-            n,
-            cache_salt,
-            public_cache,
-            cache_ttl_s,
-            priority,
-            ttft_target_s,
-            itl_target_s,
-            best_effort,
+            prompt=prompt,
+            sampling=sampling or SamplingParams(),
+            request_id=request_id or (secrets.token_hex(16) if keep_s else ""),
+            model=model,
+            n=n,
+            cache_salt=cache_salt,
+            public_cache=public_cache,
+            cache_ttl_s=cache_ttl_s,
+            priority=priority,
+            ttft_target_s=ttft_target_s,
+            itl_target_s=itl_target_s,
+            best_effort=best_effort,
             keep_s=keep_s,
         )
         return FailoverAnswer(self._coordinators, self._first, request, timeout_s, self._prefer).events()

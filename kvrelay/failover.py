@@ -94,9 +94,8 @@ class FailoverAnswer:
             self._broken_by = error
         if not self._may_help(error, begun):
             raise error
-        pause_s = self._rounds.next(
-            error.retry_after_s, time.monotonic(), stay=is_kept
-        )  # there it is not computed anew
+        # Where it is kept it is not computed anew.
+        pause_s = self._rounds.next(error.retry_after_s, time.monotonic(), stay=is_kept)
         left_s = self._left_s()
         if pause_s is None or (left_s is not None and pause_s >= left_s):
             raise self._broken_by or error

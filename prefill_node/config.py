@@ -36,7 +36,8 @@ class PrefillConfig(NodeConfig):
         """Raises ConfigError for what no node can be told to take on."""
         try:
             self.limits.validate()
-            _ = self.marks
+            if self.marks is not None:
+                self.marks.validate()
         except InvalidRequestError as error:
             raise ConfigError(error.message) from error
 

@@ -20,6 +20,7 @@ NUM_PREFILL = 2
 NUM_DECODE = 4
 NUM_BLOCKS = 2**31  # of a decode node that always has room
 BEGIN_PACE = 1.0  # tokens a second of each answer while others have yet to begin
+MAX_QUEUE = 2_000
 LIMIT_S = 300.0  # of one process: a part takes a minute
 READY = "READY"
 
@@ -49,9 +50,13 @@ class Ends:
 
 @contextmanager
 def ends(setting: Setting, *options: str, num_blocks: int = NUM_BLOCKS) -> Iterator[Ends]:
-    """A coordinator, of `options`, with nodes that have `num_blocks` each, and a client. Raises WorkerFailedError."""
+    """A coordinator, of `options`, with nodes that have `num_blocks` each, and a client. Raises WorkerFailedError.
+
+    Its queue takes MAX_QUEUE, unless an option says otherwise, so that all answers of a measurement may begin at once.
+    """
     port = _free_port()
     words = [sys.executable, "-m", "kvrelay.cli", "coordinator", "--model", str(setting.model), "--port", str(port)]
+    words += ["--max-queue", str(MAX_QUEUE)]
     with (
         start("the coordinator", [*words, *options]) as coordinator,
         _nodes(num_blocks, f"127.0.0.1:{port}") as (nodes, decode),

@@ -84,6 +84,7 @@ class Coordinator:
             self._end(request, outcome)
             return
         request.entered_at = now
+        request.num_charged = demand.num_tokens
         may_try = partial(self._clock.after, 0.0, self._try, request)
         request.ticket = self._admission.enter(may_try, demand, now)
         self._clock.after(self._max_queue_wait_s, self._give_up, request)
@@ -112,7 +113,6 @@ class Coordinator:
     def _try(self, request: SimRequest) -> None:
         if request.ticket is None:
             return  # it gave up
-        request.num_tries += 1
         started = time.thread_time()
         choice = self._placing.choose(request, self._view.known(request))
         order = choice.order()

@@ -12,8 +12,6 @@ from pathlib import Path
 from bench.store.mooncake import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
 from kvrelay.types import BlockHash
 
-AZURE = ("conv", "code")
-MOONCAKE = ("conversation", "synthetic")
 _OWN = 1 << 40  # above all that traces name
 _AZURE_DIRECTORY = Path(__file__).parent / "traces"
 _MOONCAKE_DIRECTORY = Path(__file__).parents[1] / "store" / "traces"

@@ -65,8 +65,8 @@ def requests_of(tenant: str, number: int, num_slices: int) -> Iterator[Arrival]:
     return itertools.cycle(part)
 
 
-def charged(arrival: Arrival) -> int:
-    """Tokens that fairness counts: where nothing is cached, the prompt and max_tokens."""
+def wanted(arrival: Arrival) -> int:
+    """Tokens at its longest: what is set aside, and charged, gets less once answers are known."""
     return arrival.num_prompt + arrival.max_tokens
 
 
@@ -79,7 +79,7 @@ def mixed(number: int, num_slices: int, num_requests: int) -> list[Arrival]:
         asked, tenant = heapq.heappop(turns)
         arrival = next(streams[tenant])
         load.append(replace(arrival, at=float(at)))
-        heapq.heappush(turns, (asked + charged(arrival) / WEIGHTS[tenant], tenant))
+        heapq.heappush(turns, (asked + wanted(arrival) / WEIGHTS[tenant], tenant))
     return load
 
 
@@ -105,7 +105,7 @@ def _measured(run: Run, seconds: float) -> Measured:
     within = [request for request in finished(run) if (request.ended_at or 0.0) <= seconds]
     tokens = Counter[str]()
     for request in _served(run, seconds):
-        tokens[request.arrival.tenant] += charged(request.arrival)
+        tokens[request.arrival.tenant] += request.num_charged
     queued = [sum(places.values()) for places in run.queued]
     return Measured(
         len(within) / seconds,

@@ -69,9 +69,8 @@ class SimRequest:
     arrival: Arrival
     block_tokens: int
     hashes: list[BlockHash]  # of all full blocks, to the answer's end
-    deadline: float = 0.0
+    num_charged: int = 0  # tokens, to its tenant when it was let in
     ticket: Ticket | None = None
-    num_tries: int = 0
     told_s: float | None = None  # when to come back, the last time it was turned away
     num_returns: int = 0
     prefill_node: InstanceId | None = None

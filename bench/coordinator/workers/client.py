@@ -98,6 +98,7 @@ class Client:
         await asyncio.wait([all_begun, *self._reading], return_when=asyncio.FIRST_COMPLETED)
         if not all_begun.done():
             all_begun.cancel()
+            await asyncio.gather(all_begun, return_exceptions=True)
             await self._close({})
             raise RuntimeError("an answer ended before it was to")
         return {"open": len(begun)}
@@ -119,8 +120,11 @@ class Client:
         """So many requests, of which those that are accepted stay."""
         begin = self._begin(order["prompt_tokens"], order["max_tokens"])
         self._reading = [asyncio.create_task(self._ask_once(begin)) for _ in range(order["num_requests"])]
-        await asyncio.sleep(SETTLE_S)
-        return {"kept": sum(not task.done() for task in self._reading)}
+        num_before, num_kept = -1, len(self._reading)
+        while num_kept != num_before:  # the last refusals are out
+            await asyncio.sleep(SETTLE_S)
+            num_before, num_kept = num_kept, sum(not task.done() for task in self._reading)
+        return {"kept": num_kept}
 
     async def _knock(self, order: Order) -> dict[str, object]:
         """So many requests, so many a second, whether those before were answered or not."""
