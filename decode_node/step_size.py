@@ -26,6 +26,7 @@ class DecodeStepSize:
         self._is_fixed = marks is None and not itl_target_s
         self._itl_target_s = itl_target_s
         self._most_beside_s = itl_target_s or (marks.high_s if marks else 0.0)  # of a step with tokens of prompts
+        self.prompt_token_s = 0.0  # that a token of a prompt takes, as measured; 0: not yet
         self._rows = AdaptiveBound(marks_or_any)
         self._tail_tokens = AdaptiveBound(marks_or_any, LEAST_TAIL_TOKENS)
 
@@ -36,7 +37,11 @@ class DecodeStepSize:
     def max_tail_tokens(self, limits: DecodeLimits, num_rows: int) -> int:
         """Tokens of prompts beside one of each of `num_rows` sequences."""
         left = limits.max_batched_tokens - num_rows
-        return left if self._is_fixed else min(left, self._tail_tokens.of(limits.max_batched_tokens))
+        if self._is_fixed:
+            return left
+        if num_rows > 1 and self._most_beside_s and self.prompt_token_s:
+            left = min(left, max(LEAST_TAIL_TOKENS, int(self._most_beside_s / self.prompt_token_s)))
+        return min(left, self._tail_tokens.of(limits.max_batched_tokens))
 
     def waited(self, seconds: float) -> None:
         """A sequence that came during a step could join the next after so long."""

@@ -77,6 +77,16 @@ def test_without_a_target_prompts_leave_who_runs_beside_them_no_longer_a_wait_th
     assert size.max_rows(LIMITS) == 64
 
 
+def test_once_it_is_known_what_a_prompts_token_takes_no_step_beside_others_has_more_than_the_mark_leaves() -> None:
+    with_marks, with_target, fixed = DecodeStepSize(MARKS), DecodeStepSize(MARKS, itl_target_s=0.05), DecodeStepSize()
+    for size in (with_marks, with_target, fixed):
+        size.prompt_token_s = 0.002
+    assert [size.max_tail_tokens(LIMITS, 2) for size in (with_marks, with_target, fixed)] == [50, 25, 510]
+    assert with_marks.max_tail_tokens(LIMITS, 1) == 511, "nothing runs beside it"
+    with_marks.prompt_token_s = 1.0
+    assert with_marks.max_tail_tokens(LIMITS, 2) == 16
+
+
 def test_a_prompt_that_is_computed_while_nothing_runs_is_in_nobodys_way() -> None:
     size = DecodeStepSize(MARKS)
     run(size, 1, 0.5, num_tail_tokens=400)
