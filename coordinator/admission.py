@@ -102,6 +102,7 @@ class Admission:
     def give_back(self, tenant: str, num_places: int, num_tokens: int) -> None:
         """As many kept places are needed no more: their answers enter now, or never."""
         self._places.give_back(tenant, num_places, num_tokens)
+        self._note_places(tenant, self._now)
 
     def enter(self, may_try: Callable[[], None], demand: Demand, now: float) -> Ticket:
         """Queues with its tenant's others, whether or not there is room."""
@@ -133,6 +134,7 @@ class Admission:
         self._stop_trying(ticket)
         ticket.refused_at = ticket.tried_at
         self._pace.begin(self._now)
+        self._advice.lack_room(self._now)
         self._call_next()
 
     def admitted(self, ticket: Ticket, now: float) -> None:
@@ -169,6 +171,7 @@ class Admission:
         self._now = now
         if not self.num_waiting:
             self._pace.end(now)
+            self._advice.have_room(now)
 
     def _stop_trying(self, ticket: Ticket) -> None:
         self._num_trying -= ticket.trying
@@ -182,6 +185,11 @@ class Admission:
     def _free(self, demand: Demand, now: float) -> None:
         self._places.give_back(demand.tenant, 1, demand.num_tokens)
         self._advice.freed(demand.tenant, demand.num_tokens, now)
+        self._note_places(demand.tenant, now)
+
+    def _note_places(self, tenant: str, now: float) -> None:
+        if not self._places.taken(tenant).num_places:
+            self._advice.end(tenant, now)
 
     def _call_next(self) -> None:
         for ticket in self._turns():

@@ -74,9 +74,10 @@ class DailyBudgets:
             self._watch.alerted(tenant)
 
     def _begin_day(self) -> None:
-        """A clock that is set back does not give a day's tokens again."""
+        """A clock that is set back by a day or less does not give that day's tokens again. One that is set back by more
+        was wrong before."""
         today = int(self._clock() // DAY_S)
-        if today > self._day:
+        if today > self._day or today < self._day - 1:
             self._day = today
             self._spent.clear()
             self._watch.new_day()

@@ -101,8 +101,8 @@ class PairCosts:
         if num_cached_blocks is not None:
             work = replace(work, cached_decode={**work.cached_decode, decode.info.instance_id: num_cached_blocks})
             # Others were sent to prefill nodes while the decode node was asked: those that tried at one moment would
-            # all go to the same one.
-            self._best_prefill = self._rank_prefill(NUM_BEST)
+            # all go to the same one. None is left where all of them have weight 0 by now.
+            self._best_prefill = self._rank_prefill(NUM_BEST) or self._best_prefill
         if self.outgrown:
             return self._prices.tail(decode, work)
         if not self._prefill:

@@ -12,6 +12,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.stopwatch import Stopwatch
+
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0  # nothing is promised for later than that
 GRACE_S = 2.0  # a place is kept so long after the time told
@@ -29,21 +31,57 @@ class Paced(Protocol):
 
 
 class Pace:
-    """How fast places come free while somebody waits."""
+    """How fast places come free while somebody waits for room.
+
+    Those that come free in another time, as when a burst fills nodes that were idle, say little of that, and count only
+    while nothing better is known.
+    """
+
+    def __init__(self) -> None:
+        self._any = _Freed()  # of this wait
+        self._lacking = _Freed()  # of all, by the time in which room lacked
+        self._watch = Stopwatch()
+
+    def begin(self, now: float) -> None:
+        """The queue was empty and is no more."""
+        self._any = _Freed()
+        self._any.begin(now)
+
+    def lack(self, now: float) -> None:
+        """What waits finds no room from now on."""
+        self._watch.start(now)
+        self._lacking.begin(self._watch.elapsed(now))
+
+    def rest(self, now: float) -> None:
+        """Nothing waits, or nothing lacks room any more."""
+        self._watch.stop(now)
+
+    def freed(self, num_tokens: int, now: float) -> None:
+        self._any.add(num_tokens, now)
+        if self._watch.runs:
+            self._lacking.add(num_tokens, self._watch.elapsed(now))
+
+    def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
+        """Until so many places, with so many tokens, come free; None while none did."""
+        expected_s = self._lacking.seconds_for(num_places, num_tokens, self._watch.elapsed(now))
+        return self._any.seconds_for(num_places, num_tokens, now) if expected_s is None else expected_s
+
+
+class _Freed:
+    """The places that came free last."""
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, int]] = deque(maxlen=_NUM_FREED + 1)  # when, tokens; the first is the start
 
     def begin(self, now: float) -> None:
-        """The queue was empty and is no more: a place free meanwhile told nothing of the pace."""
-        self._moments.clear()
-        self._moments.append((now, 0))
+        """Does nothing once it has begun."""
+        if not self._moments:
+            self._moments.append((now, 0))
 
-    def freed(self, num_tokens: int, now: float) -> None:
+    def add(self, num_tokens: int, now: float) -> None:
         self._moments.append((now, num_tokens))
 
     def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
-        """Until so many places, with so many tokens, come free; None while none did."""
         if len(self._moments) < 2:
             return None
         span = max(now - self._moments[0][0], 1e-3)

@@ -21,6 +21,8 @@ class _Experience:
 class RetryAdvice:
     def __init__(self) -> None:
         self._by_tenant: dict[str, _Experience] = {}
+        self._waiting: dict[str, None] = {}  # tenants
+        self._lacks_room = False
 
     def wait_s(self, tenant: str) -> float:
         """What recent requests of the tenant waited, within bounds."""
@@ -47,7 +49,30 @@ class RetryAdvice:
 
     def begin(self, tenant: str, now: float) -> None:
         """Somebody waits again."""
-        self._of(tenant).pace.begin(now)
+        self._waiting[tenant] = None
+        pace = self._of(tenant).pace
+        pace.begin(now)
+        if self._lacks_room:
+            pace.lack(now)
+
+    def end(self, tenant: str, now: float) -> None:
+        """Nobody of the tenant waits any more."""
+        self._waiting.pop(tenant, None)
+        self._of(tenant).pace.rest(now)
+
+    def lack_room(self, now: float) -> None:
+        """Somebody was refused room, for which all wait that wait."""
+        if not self._lacks_room:
+            self._lacks_room = True
+            for tenant in self._waiting:
+                self._of(tenant).pace.lack(now)
+
+    def have_room(self, now: float) -> None:
+        """Nobody is without it any more."""
+        if self._lacks_room:
+            self._lacks_room = False
+            for tenant in self._waiting:
+                self._of(tenant).pace.rest(now)
 
     def freed(self, tenant: str, num_tokens: int, now: float) -> None:
         """An answer that wanted so many tokens waits no more."""

@@ -32,6 +32,12 @@ class DecodeRates:
         """So many blocks came from kvstores."""
         self._store.add(num_blocks * self._slab_bytes, seconds)
 
+    @property
+    def prompt_token_s(self) -> float:
+        """0 while it is not measured."""
+        per_s = self._prompts.per_s
+        return 1.0 / per_s if per_s > 0 else 0.0
+
     def rates(self) -> NodeRates:
         return NodeRates(
             prefill_tokens_per_s=self._prompts.per_s,

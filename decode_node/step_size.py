@@ -1,8 +1,9 @@
 """How many sequences a step may have and how many tokens of prompts beside them, against the time between two tokens.
 
 Pure. Both are within the node's limits. Tokens of prompts that are computed here are what a step can do without: they
-give way first, to newcomers that wait for too long and to an inter-token time above the target. Only a step without any
-tells how many sequences are too many.
+give way first, to newcomers that wait for too long and to an inter-token time above the target. Without a target it is
+the high mark: who runs beside a prompt waits for the step as a newcomer does. Only a step without any tells how many
+sequences are too many.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from kvrelay.engine.adaptive import AdaptiveBound
 from kvrelay.limits import DecodeLimits, QueueMarks
 
 LEAST_TAIL_TOKENS = 16  # so that a prompt which is computed here goes on
+LEAST_LEFT = 0.25  # of a slow step's tokens of prompts, to the next one: a step may be slow for other reasons
 HEADROOM = 0.8  # of the target, under which one sequence more is let in
 
 
@@ -23,6 +25,8 @@ class DecodeStepSize:
         self._hears_waits = marks is not None
         self._is_fixed = marks is None and not itl_target_s
         self._itl_target_s = itl_target_s
+        self._most_beside_s = itl_target_s or (marks.high_s if marks else 0.0)  # of a step with tokens of prompts
+        self.prompt_token_s = 0.0  # that a token of a prompt takes, as measured; 0: not yet
         self._rows = AdaptiveBound(marks_or_any)
         self._tail_tokens = AdaptiveBound(marks_or_any, LEAST_TAIL_TOKENS)
 
@@ -33,7 +37,11 @@ class DecodeStepSize:
     def max_tail_tokens(self, limits: DecodeLimits, num_rows: int) -> int:
         """Tokens of prompts beside one of each of `num_rows` sequences."""
         left = limits.max_batched_tokens - num_rows
-        return left if self._is_fixed else min(left, self._tail_tokens.of(limits.max_batched_tokens))
+        if self._is_fixed:
+            return left
+        if num_rows > 1 and self._most_beside_s and self.prompt_token_s:
+            left = min(left, max(LEAST_TAIL_TOKENS, int(self._most_beside_s / self.prompt_token_s)))
+        return min(left, self._tail_tokens.of(limits.max_batched_tokens))
 
     def waited(self, seconds: float) -> None:
         """A sequence that came during a step could join the next after so long."""
@@ -45,12 +53,17 @@ class DecodeStepSize:
         if self._is_fixed:
             return
         num_tail_tokens = num_tokens - num_rows
-        is_slow = bool(self._itl_target_s) and step_s > self._itl_target_s and num_rows > 1
-        if num_tail_tokens and is_slow:
-            self._tail_tokens.shrink_below(num_tail_tokens, limits.max_batched_tokens)
-        elif num_tail_tokens:
-            self._tail_tokens.stepped(is_full=num_tail_tokens >= self.max_tail_tokens(limits, num_rows))
-        elif is_slow:
+        if num_tail_tokens:
+            self._stepped_beside(limits, num_rows, num_tail_tokens, step_s)
+        elif self._itl_target_s and step_s > self._itl_target_s and num_rows > 1:
             self._rows.shrink_below(num_rows, limits.max_batch)
         elif num_waiting and num_rows >= self.max_rows(limits) and step_s < HEADROOM * self._itl_target_s:
             self._rows.grow()
+
+    def _stepped_beside(self, limits: DecodeLimits, num_rows: int, num_tail_tokens: int, step_s: float) -> None:
+        """A step had tokens of prompts."""
+        if step_s > self._most_beside_s > 0 and num_rows > 1:
+            left = num_tail_tokens * max(self._most_beside_s / step_s, LEAST_LEFT)
+            self._tail_tokens.shrink_below(int(left), limits.max_batched_tokens)
+        else:
+            self._tail_tokens.stepped(is_full=num_tail_tokens >= self.max_tail_tokens(limits, num_rows))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvrelay.cluster import NodeRates
-from tests.support.coordinator_ends import Ends, ends
-from tests.support.fake_nodes import FakeNode
+from kvrelay.types import Role
+from tests.support.coordinator_ends import TIMEOUT_S, Ends, ends
+from tests.support.fake_nodes import ANSWER_TEXT, FakeNode
 
 FAST = NodeRates(prefill_tokens_per_s=1_000.0, handoff_bytes_per_s=1e9)  # the prompt has 100 tokens
 
@@ -75,3 +78,32 @@ async def test_what_came_is_counted_against_what_was_foretold_and_nothing_where_
         assert cluster.metric("kvrelay_prediction_error_seconds_count", of="ttft") == 1
         assert cluster.metric("kvrelay_prediction_error_seconds_count", of="itl") == 1
         assert cluster.metric("kvrelay_prediction_ratio_count", of="ttft") == 1
+
+
+@pytest.mark.parametrize("rates", [FAST, NodeRates()], ids=["measured", "not measured"])
+@pytest.mark.parametrize("role", [Role.DECODE_NODE, Role.PREFILL_NODE])
+async def test_a_weight_that_becomes_0_while_a_request_is_placed_fails_nobody(role: Role, rates: NodeRates) -> None:
+    """By a decode node that granted its room the request goes on; a prefill node is waited for, as one that is gone."""
+    async with ends() as cluster, asyncio.timeout(TIMEOUT_S):
+        for node in cluster.nodes:
+            await say(cluster, node, rates)
+        (changed,) = (node for node in cluster.nodes if node.role is role)
+        cluster.decode[0].at["reserve"].hold()
+        asking = asyncio.create_task(cluster.ask())
+        await cluster.decode[0].until_reached("reserve")
+        await weigh(cluster, changed, 0.0)
+        cluster.decode[0].at["reserve"].let_go()
+        if role is Role.PREFILL_NODE:
+            await cluster.decode[0].until_reached("granted")
+            await cluster.decode[0].until(lambda: cluster.decode[0].idle)
+            await weigh(cluster, changed, 1.0)
+        assert (await asking).text == ANSWER_TEXT
+
+
+async def weigh(cluster: Ends, node: FakeNode, weight: float) -> None:
+    """The coordinator knows of it when it returns."""
+    node.control.weight = weight
+    node.tell()
+    await cluster.until_status(
+        lambda status: {report.info.address: report.status.weight for report in status.nodes}[node.address] == weight
+    )

@@ -97,6 +97,17 @@ def test_a_clock_that_is_set_back_gives_nothing_again() -> None:
         day.budgets.check("a")
 
 
+def test_a_clock_that_was_far_ahead_withholds_no_day_once_it_is_right() -> None:
+    day = Day()
+    day.clock.now += 40 * DAY_S
+    day.budgets.spend("a", 100)
+    day.clock.now += -40 * DAY_S
+    day.budgets.check("a")
+    day.budgets.spend("a", 100)
+    with pytest.raises(BudgetSpentError):
+        day.budgets.check("a")
+
+
 def test_memory_is_bounded_in_tenants() -> None:
     day = Day()
     for number in range(MAX_TENANTS + 10):

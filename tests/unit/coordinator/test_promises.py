@@ -144,6 +144,37 @@ def test_places_are_kept_from_half_the_queue_at_most() -> None:
     assert advice.num_kept("b", "new", 10, now=3.0) == 0, "what one tenant is promised, another does not pay for"
 
 
+def fill(advice: RetryAdvice, at: float) -> None:
+    """A burst finds ten places on idle nodes, within a tenth of a second, and then none."""
+    advice.begin("a", at)
+    for number in range(10):
+        advice.freed("a", 100, at + number / 100)
+    advice.lack_room(at + 0.1)
+
+
+def test_how_fast_idle_nodes_are_filled_says_nothing_of_how_fast_room_comes_free() -> None:
+    advice = RetryAdvice()
+    fill(advice, 0.0)
+    assert advice.refused("a", "first", 1, 0, now=0.1) == MIN_RETRY_AFTER_S, "nothing better is known"
+    for number in range(1, 9):
+        advice.freed("a", 100, 0.1 + 2.0 * number)
+    advice.have_room(16.1)
+    advice.end("a", 16.1)
+    fill(advice, 3_600.0)
+    assert advice.refused("a", "second", 1, 0, now=3_600.1) == pytest.approx(2.0 * 1.25)
+
+
+def test_time_in_which_a_tenant_has_nothing_that_waits_does_not_slow_its_pace() -> None:
+    """Others lack room all the while."""
+    advice = RetryAdvice()
+    advice.begin("b", 0.0)
+    fill(advice, 0.0)
+    advice.freed("a", 100, 2.1)
+    advice.end("a", 2.1)
+    advice.begin("a", 100.0)
+    assert advice.refused("a", "one", 1, 0, now=100.0) == pytest.approx(2.0 * 1.25)
+
+
 def test_tenants_long_unheard_of_are_forgotten() -> None:
     advice = RetryAdvice()
     advice.waited("first", 200.0)

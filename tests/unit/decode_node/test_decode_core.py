@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from decode_node.engine import DecodeCore, SequenceAdvanced, StepDone
 from decode_node.scheduler import Scheduler
+from decode_node.step_size import DecodeStepSize
+from kvrelay.engine.batch import Batch
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, NotFoundError, OverloadedError
 from kvrelay.kv.pool import BlockPool, Reservation
-from kvrelay.limits import DecodeLimits
+from kvrelay.limits import DecodeLimits, QueueMarks
 from kvrelay.messages import DecodeFinished
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockCounts, BlockHash, CachedTokens, FinishReason, ReservationId
@@ -25,14 +27,14 @@ A, B = ReservationId("a"), ReservationId("b")
 class Engine:
     """A core of 16 blocks, and what a node does around it."""
 
-    def __init__(self, max_batch: int = 4, max_batched_tokens: int = 8) -> None:
+    def __init__(self, max_batch: int = 4, max_batched_tokens: int = 8, size: DecodeStepSize | None = None) -> None:
         self.pool, self.runner, self.cache, self.clock = BlockPool(16), FakeRunner(), FakeCache(), ManualClock(50.0)
         self.core = DecodeCore(
             info=make_info(),
             runner=self.runner,
             cache=self.cache,
             pool=self.pool,
-            scheduler=Scheduler(DecodeLimits(max_batch, max_batched_tokens)),
+            scheduler=Scheduler(DecodeLimits(max_batch, max_batched_tokens), size),
             clock=self.clock,
         )
 
@@ -116,6 +118,29 @@ def test_a_long_tail_is_computed_in_chunks_beside_running_answers() -> None:
         [(A, 22)],
         [(A, 23), (B, 27)],
     ]
+
+
+def test_a_prompt_takes_no_more_of_a_step_beside_an_answer_than_the_high_mark_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token takes 5 ms; the first prompt, which nothing runs beside, is computed at once."""
+    engine = Engine(max_batched_tokens=64, size=DecodeStepSize(QueueMarks(low_s=0.03, high_s=0.1)))
+    run = engine.runner.run
+
+    def take_time(batch: Batch) -> list[GeneratedToken | BadLogitsError | None]:
+        engine.clock.now += 0.005 * batch.num_tokens
+        return run(batch)
+
+    monkeypatch.setattr(engine.runner, "run", take_time)
+    engine.core.compute(A, engine.reserve(A, num_prompt=20, max_tokens=1))
+    engine.run_to_end()
+    engine.hand_over(A, engine.reserve(A, num_prompt=3, max_tokens=6))
+    other = Sequence.create(make_request(tuple(range(100, 140)), 1), ROOT, 4)
+    engine._reserve(B, other, 11)
+    engine.core.compute(B, other)
+    engine.run_to_end()
+    assert engine.runner.batches[0] == [20]
+    assert engine.runner.batches[1:4] == [[1, 19], [1, 17], [1, 4]]
 
 
 def test_compute_time_is_from_joining_to_the_first_token() -> None:

@@ -30,7 +30,7 @@ def test_without_marks_the_target_still_holds_and_waits_change_nothing() -> None
     assert size.max_tail_tokens(LIMITS, 8) == 504
     run(size, 8, 0.2, num_tail_tokens=400)
     run(size, 40, 0.08)
-    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 8)) == (30, 300)
+    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 8)) == (30, 75)
 
 
 def test_without_a_target_any_number_of_rows_may_join() -> None:
@@ -63,7 +63,34 @@ def test_rows_come_back_one_step_after_the_other_while_there_is_headroom_and_som
 def test_tokens_of_prompts_give_way_before_rows_do() -> None:
     size = DecodeStepSize(MARKS, itl_target_s=0.05)
     run(size, 8, 0.2, num_tail_tokens=400)
-    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 8)) == (64, 300)
+    assert (size.max_rows(LIMITS), size.max_tail_tokens(LIMITS, 8)) == (64, 75)
+
+
+def test_without_a_target_prompts_leave_who_runs_beside_them_no_longer_a_wait_than_the_high_mark() -> None:
+    size = DecodeStepSize(MARKS)
+    run(size, 2, 0.5, num_tail_tokens=400)
+    assert size.max_tail_tokens(LIMITS, 2) == 75, "a quarter of what it had, at least, and a quarter less"
+    run(size, 2, 0.2, num_tail_tokens=75)
+    assert size.max_tail_tokens(LIMITS, 2) == 27
+    run(size, 2, 0.1, num_tail_tokens=27)
+    assert size.max_tail_tokens(LIMITS, 2) == 27
+    assert size.max_rows(LIMITS) == 64
+
+
+def test_once_it_is_known_what_a_prompts_token_takes_no_step_beside_others_has_more_than_the_mark_leaves() -> None:
+    with_marks, with_target, fixed = DecodeStepSize(MARKS), DecodeStepSize(MARKS, itl_target_s=0.05), DecodeStepSize()
+    for size in (with_marks, with_target, fixed):
+        size.prompt_token_s = 0.002
+    assert [size.max_tail_tokens(LIMITS, 2) for size in (with_marks, with_target, fixed)] == [50, 25, 510]
+    assert with_marks.max_tail_tokens(LIMITS, 1) == 511, "nothing runs beside it"
+    with_marks.prompt_token_s = 1.0
+    assert with_marks.max_tail_tokens(LIMITS, 2) == 16
+
+
+def test_a_prompt_that_is_computed_while_nothing_runs_is_in_nobodys_way() -> None:
+    size = DecodeStepSize(MARKS)
+    run(size, 1, 0.5, num_tail_tokens=400)
+    assert size.max_tail_tokens(LIMITS, 1) == 511
 
 
 def test_one_sequence_alone_is_never_too_many() -> None:
