@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from coordinator.evened_rates import EvenedRates
 from coordinator.standing import Standing, standing_of
-from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.types import InstanceId, Role
 
@@ -26,6 +27,7 @@ class Member:
     last_seen: float
     num_assigned: int = 0
     num_assigned_tokens: int = 0
+    rates: NodeRates | None = None  # what counts of what it measured; None: all as it says
     _standing: Standing | None = None
 
     @property
@@ -38,7 +40,7 @@ class Member:
             or known.num_assigned != self.num_assigned
             or known.num_assigned_tokens != self.num_assigned_tokens
         ):
-            known = self._standing = standing_of(status, self.num_assigned, self.num_assigned_tokens)
+            known = self._standing = standing_of(status, self.num_assigned, self.num_assigned_tokens, self.rates)
         return known
 
     @property
@@ -65,6 +67,7 @@ class Members:
         self._min_vocab_size = min_vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._usable: dict[Role, dict[InstanceId, Member]] = {role: {} for role in Role}
+        self._rates = {role: EvenedRates() for role in Role}
 
     def join(self, info: NodeInfo, now: float) -> Member:
         """Takes a node in, not ready until its first status; what joins again replaces what it was.
@@ -96,6 +99,7 @@ class Members:
         told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
         changed = member.status != told or member.num_assigned > 0
         member.status, member.last_seen = status, now
+        member.rates = self._rates[member.info.role].told(member.info.instance_id, status, now)
         member.num_assigned = member.num_assigned_tokens = 0
         self._note(member)
         return changed
@@ -114,6 +118,7 @@ class Members:
         if self.has(member):
             del self._members[member.info.instance_id]
             self._usable[member.info.role].pop(member.info.instance_id, None)
+            self._rates[member.info.role].forget(member.info.instance_id)
 
     def expire(self, now: float) -> list[Member]:
         """Drops and returns the members that were silent for too long."""

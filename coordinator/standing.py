@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvrelay.cluster import NodeStatus
+from kvrelay.cluster import NodeRates, NodeStatus
 from kvrelay.limits import DecodeLimits, PrefillLimits
 
 LEAST_WEIGHT = 0.001  # stands for 0 where costs are divided by it
@@ -43,9 +43,12 @@ class Standing:
     reserve_output_tokens: int  # of DecodeLimits
 
 
-def standing_of(status: NodeStatus, num_assigned: int, num_assigned_tokens: int) -> Standing:
-    """Of a node that was sent so many requests, with so many tokens to compute, since its last status."""
-    rates, limits = status.rates, status.limits
+def standing_of(
+    status: NodeStatus, num_assigned: int, num_assigned_tokens: int, rates: NodeRates | None = None
+) -> Standing:
+    """Of a node that was sent so many requests, with so many tokens to compute, since its last status. `rates` are what
+    counts of what it measured; None: all as it says."""
+    rates, limits = rates or status.rates, status.limits
     max_batch = limits.max_batch if isinstance(limits, DecodeLimits) else _NO_LIMIT
     num_requests = status.num_running + status.num_waiting + status.num_reservations + num_assigned
     num_rows = min(num_requests, max_batch)
