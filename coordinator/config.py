@@ -55,6 +55,12 @@ class CoordinatorConfig(RoleConfig):
     )
     default_max_tokens: int = option(256, "tokens generated when a request does not say", minimum=1)
     max_retries: int = option(3, "attempts beyond the first when nodes fail", minimum=0)
+    placement: str = option(
+        "cost",
+        "where requests go: cost is to the nodes where they cost least time, by what nodes measure; load is to those "
+        "with least to do, less what they have cached, and nothing is predicted",
+        choices=("cost", "load"),
+    )
     local_tail_tokens: int = option(
         32,
         "prompt tokens not cached on the decode node up to which it computes them itself while it has not measured how "

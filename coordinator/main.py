@@ -99,7 +99,11 @@ class Coordinator:
 
     def _serve(self, name: str, path: Path, config: CoordinatorConfig, policies: TenantPolicies) -> ServedModel:
         tokenizer = load_tokenizer(path)
-        members = Members(timeout_s=config.member_timeout_s, min_vocab_size=tokenizer.vocab_size)
+        members = Members(
+            timeout_s=config.member_timeout_s,
+            min_vocab_size=tokenizer.vocab_size,
+            uses_rates=config.placement == "cost",
+        )
         cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
         cluster.foresight.on_came = self._metrics.came
         return ServedModel(

@@ -62,12 +62,14 @@ class Members:
     long as any is a member. `min_vocab_size` is the tokenizer's: a smaller model could not read its ids.
     """
 
-    def __init__(self, *, timeout_s: float, min_vocab_size: int = 0) -> None:
+    def __init__(self, *, timeout_s: float, min_vocab_size: int = 0, uses_rates: bool = True) -> None:
+        """`uses_rates` False: what nodes measured of themselves counts for nothing."""
         self._timeout_s = timeout_s
         self._min_vocab_size = min_vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._usable: dict[Role, dict[InstanceId, Member]] = {role: {} for role in Role}
         self._rates = {role: EvenedRates() for role in Role}
+        self._uses_rates = uses_rates
 
     def join(self, info: NodeInfo, now: float) -> Member:
         """Takes a node in, not ready until its first status; what joins again replaces what it was.
@@ -99,7 +101,7 @@ class Members:
         told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
         changed = member.status != told or member.num_assigned > 0
         member.status, member.last_seen = status, now
-        member.rates = self._rates[member.info.role].told(member.info.instance_id, status, now)
+        member.rates = self._rates_of(member, status, now)
         member.num_assigned = member.num_assigned_tokens = 0
         self._note(member)
         return changed
@@ -167,6 +169,11 @@ class Members:
     def model(self) -> ModelInfo | None:
         """What the prefill and decode nodes serve; None while there are none."""
         return next((member.info.model for member in self.all() if member.info.model is not None), None)
+
+    def _rates_of(self, member: Member, status: NodeStatus, now: float) -> NodeRates:
+        if not self._uses_rates:
+            return NodeRates()
+        return self._rates[member.info.role].told(member.info.instance_id, status, now)
 
     def _note(self, member: Member) -> None:
         """Its status may have changed, if it is still a member: the usable ones are looked for far more often."""

@@ -1,8 +1,9 @@
 """A cluster whose coordinators, kvstore and nodes are reached only through fault proxies.
 
-Prompts are always handed over, since it is handoffs that faults are to hit: on machines like these it would often cost
-less to compute them on the decode node. A node advertises its proxy's address, so coordinator and prefill nodes both reach it there; faults take a `pid` to
-tell the two links apart. Clients that are to see a coordinator's link use `addresses`, others `direct_addresses`.
+Requests go where there is least to do, and prompts are handed over, since faults are to hit any node and its handoffs:
+what costs least differs with what each process happens to measure. A node advertises its proxy's address, so
+coordinator and prefill nodes both reach it there; faults take a `pid` to tell the two links apart. Clients that are to
+see a coordinator's link use `addresses`, others `direct_addresses`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class ProxiedCluster(Cluster):
     proxies: dict[str, FaultProxy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.coordinator_args = ["--local-tail-tokens", "0", *self.coordinator_args]
+        self.coordinator_args = ["--placement", "load", *self.coordinator_args]
         super().__post_init__()
         self._closing = ExitStack()
         self.direct_addresses = self.addresses
