@@ -77,8 +77,12 @@ class PairCosts:
         self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight())
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         self.outgrown = not self._prefill and bool(_offered(prefill, 0))
-        self.has_slot = any(has_slot(one) for one in self._prefill)
         self._best_prefill = self._rank_prefill(NUM_BEST)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether some prefill node would take the prompt now: others may take the last place any time."""
+        return any(has_slot(one) for one in self._prefill)
 
     def ranked(self) -> list[Pair]:
         """As rank_pairs."""
