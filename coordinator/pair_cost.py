@@ -129,7 +129,7 @@ class PairCosts:
         """By the prefill node that is best for it; one that failed, alone or by its link, only where every one did."""
         best = self._best_of(self._best_prefill[:NUM_CLOSE], decode, work)
         if any(self._failed(best)) and len(self._prefill) > NUM_CLOSE:
-            best = self._best_of(self._prefill, decode, work)
+            best = self._best_of(self._rank_prefill(len(self._prefill)), decode, work)
         return best
 
     def _best_of(self, prefill: Sequence[Member], decode: Member, work: Work) -> Pair:
