@@ -103,6 +103,16 @@ def tokens_before(prefill: Standing, num_tokens: int) -> float:
     return min(waiting, num_tokens * OLDEST_SHARE / (1 - OLDEST_SHARE) + prefill.max_batched_tokens / 2)
 
 
+def tokens_waited(prefill: Standing, num_tokens: int) -> float:
+    """Prompt tokens for which somebody waits, the new prompt or another, when `num_tokens` come to a prefill node.
+
+    It computes short prompts first, so of any two the longer waits while the shorter is computed, whichever is the new
+    one: that is as much as it has itself for each that is there, but no more than they have.
+    """
+    each = min(prefill.waiting_tokens, num_tokens * prefill.num_requests)
+    return max(each, tokens_before(prefill, num_tokens))
+
+
 def forecast_handoff(prefill: Member, decode: Member | None, work: Work, usual_s: float) -> Forecast:
     """`prefill` computes, `decode` goes on; None: the first token is the only one. `usual_s` is what a token takes a
     node that has not measured it."""

@@ -1,7 +1,7 @@
 """What a pair of a prefill and a decode node costs a request and those that run there. Pure.
 
 It costs seconds of waiting: the request's own until its first token and for the tokens after it, and those by which it
-holds up the sequences that run on the decode node.
+holds up longer prompts on the prefill node and the sequences that run on the decode node.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.forecast import Forecast, Work, forecast_handoff, forecast_tail, usual_answer_token_s, usual_token_s
+from coordinator.forecast import (
+    Forecast,
+    Work,
+    forecast_handoff,
+    forecast_tail,
+    tokens_waited,
+    usual_answer_token_s,
+    usual_token_s,
+)
 from coordinator.foresight import Foresight, Way
 from coordinator.members import Member
 from coordinator.router import has_slot
@@ -66,7 +74,8 @@ class Prices:
             return Pair(prefill, None, None)
         forecast = forecast_handoff(prefill, None, self._work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        return Pair(prefill, None, forecast, ttft_s / prefill.standing.weight)
+        cost_s = (ttft_s + self._others_wait_s(prefill, forecast)) / prefill.standing.weight
+        return Pair(prefill, None, forecast, cost_s)
 
     def tail(self, decode: Member, work: Work) -> Pair:
         """The decode node computes what it lacks. `work` may know better than ours what that is."""
@@ -83,13 +92,21 @@ class Prices:
             return Pair(prefill, decode, None)
         forecast = forecast_handoff(prefill, decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = ttft_s / prefill.standing.weight + self._answer_s(decode, work) / decode.standing.weight
+        cost_s = (ttft_s + self._others_wait_s(prefill, forecast)) / prefill.standing.weight + self._answer_s(
+            decode, work
+        ) / decode.standing.weight
         return Pair(prefill, decode, forecast, cost_s)
 
     def _answer_s(self, decode: Member, work: Work) -> float:
         """That the answer takes, behind the prompts computed there, and holds up the sequences beside it."""
         node = decode.standing
         return work.num_counted * (node.answer_token_s or self.answer_token_s) + node.waiting_s
+
+    def _others_wait_s(self, prefill: Member, forecast: Forecast) -> float:
+        """That longer prompts wait on the prefill node while this one is computed, all together."""
+        node = prefill.standing
+        num_uncached = self._work.num_uncached(self._work.cached_prefill.get(prefill.info.instance_id, 0))
+        return tokens_waited(node, num_uncached) * (node.token_s or self.token_s) - forecast.queue_s
 
     def _held_up_s(self, decode: Member, work: Work) -> float:
         """That the prompt, computed there, holds up the sequences that run there, all together."""

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, after_last_s, tokens_before
+from coordinator.forecast import Work, after_last_s, tokens_waited
 from coordinator.members import Member
 
 NUM_BEST = 8
@@ -40,18 +40,18 @@ def best_prefill(
     avoid: Collection[Party],
     num_best: int = NUM_BEST,
 ) -> list[Member]:
-    """By when each would have computed the prompt, the best first; `usual_s` is what a token takes a node that has not
-    measured it. Of equals the least loaded."""
+    """By how long each takes for the prompt, and somebody waits there for that, the best first; `usual_s` is what a
+    token takes a node that has not measured it. Of equals the least loaded."""
     uncached = _Uncached(work)
     cached, num_tokens = work.cached_prefill, work.num_tokens
     costs_s: list[float] = []
     for member in members:
         node, instance_id = member.standing, member.info.instance_id
         num_uncached = uncached[cached[instance_id]] if instance_id in cached else num_tokens
-        before: float = node.waiting_tokens
-        if before > num_uncached * node.num_requests:
-            before = tokens_before(node, num_uncached)
-        cost_s = (num_uncached + before) * (node.token_s or usual_s) / node.weight
+        waited: float = node.waiting_tokens
+        if waited > num_uncached * node.num_requests:
+            waited = tokens_waited(node, num_uncached)
+        cost_s = (num_uncached + waited) * (node.token_s or usual_s) / node.weight
         if not node.has_slot:
             cost_s += BUSY_S
         costs_s.append(cost_s)
@@ -111,7 +111,7 @@ def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cache
     node = prefill.standing
     token_s = node.token_s or usual_s
     num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
-    ready_s = (num_uncached + tokens_before(node, num_uncached)) * token_s
+    ready_s = (num_uncached + tokens_waited(node, num_uncached)) * token_s
     return (ready_s + after_last_s(node, work, num_uncached, num_uncached * token_s, num_cached)) / node.weight
 
 

@@ -190,6 +190,13 @@ def test_a_decode_node_that_no_link_reaches_comes_last(rate: float) -> None:
     assert [one for _, one in names(rank_pairs(prefill, decode, work(), suspects=parties))] == ["d2", "d1"]
 
 
+@pytest.mark.parametrize("rate", [0.0, 1_000.0])
+def test_where_every_prefill_node_is_suspect_the_least_loaded_is_taken(rate: float) -> None:
+    prefill = [prefill_node(f"p{number}", rate=rate, running=number != 2) for number in (1, 4, 3, 2)]
+    suspects: set[Party] = {(member.info.instance_id,) for member in prefill}
+    assert best(prefill, [decode_node()], work(), suspects=suspects) == ("p2", "d1")
+
+
 def test_where_every_prefill_node_is_suspect_decode_nodes_that_are_not_still_come_first() -> None:
     decode = [decode_node("d1"), decode_node("d2", running=9, step_s=0.01, row_s=0.01)]
     assert best([prefill_node()], decode, work(), suspects={(P1,), (D1,)}) == ("p1", "d2")
@@ -299,7 +306,11 @@ def _cost_s(prefill: Member | None, decode: Member, request: Work) -> float:
     rows_s = node.num_rows * 0.0005 + node.next_step_s * (1 + max(0, node.num_requests + 1 - 64) / 64)
     answer_s = 64 * rows_s + node.waiting_tokens * node.token_s
     if prefill is not None:
-        return forecast_handoff(prefill, decode, request, 0.0).ttft_s / prefill.status.weight + answer_s / weight
+        forecast = forecast_handoff(prefill, decode, request, 0.0)
+        own = request.num_uncached(request.cached_prefill.get(prefill.info.instance_id, 0))
+        shorter_first = min(prefill.status.num_waiting_tokens, own * prefill.status.num_running)
+        others_s = max(0.0, shorter_first / prefill.status.rates.prefill_tokens_per_s - forecast.queue_s)
+        return (forecast.ttft_s + others_s) / prefill.status.weight + answer_s / weight
     forecast = forecast_tail(decode, request, 0.0)
     num_uncached = request.num_uncached(request.cached_decode.get(decode.info.instance_id, 0))
     return (forecast.ttft_s + answer_s + node.num_rows * num_uncached * node.token_s) / weight
@@ -308,6 +319,19 @@ def _cost_s(prefill: Member | None, decode: Member, request: Work) -> float:
 def _can(decode: Member, ranked: list[Pair]) -> bool:
     """Whether a pair with it was to be had whose prefill node is no suspect either."""
     return any(pair.decode is decode for pair in ranked)
+
+
+def test_a_short_prompt_goes_where_it_holds_up_fewer_long_ones() -> None:
+    """500 tokens. It would pass three of 3,000 tokens on p1, which would wait for it, or one on p2, which is slower."""
+    nodes = [
+        prefill_node("p1", running=3, waiting_tokens=9_000),
+        prefill_node("p2", rate=900, running=1, waiting_tokens=3_000),
+    ]
+    (pair,) = rank_pairs(nodes, [decode_node()], work(500))
+    assert names([pair]) == [("p2", "d1")]
+    assert pair.forecast is not None
+    assert pair.forecast.ttft_s == pytest.approx((500 + 500 / 3 + 256) / 900)  # its own
+    assert pair.cost_s == pytest.approx((500 + 500) / 900)
 
 
 def test_what_others_were_sent_while_a_decode_node_was_asked_counts() -> None:
