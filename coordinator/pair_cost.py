@@ -74,7 +74,7 @@ class PairCosts:
         self._local_tail_tokens = local_tail_tokens
         self._prefill = _offered(prefill, work.num_prompt_blocks)
         self._decode = _offered(decode, work.num_blocks)
-        self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight())
+        self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight(), self._num_blocks)
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         self.outgrown = not self._prefill and bool(_offered(prefill, 0))
         self._best_prefill = self._rank_prefill(NUM_BEST)

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, after_last_s, tokens_waited
+from coordinator.forecast import Work, after_last_s, tokens_lost, tokens_waited
 from coordinator.members import Member
 
 NUM_BEST = 8
@@ -40,17 +40,19 @@ def best_prefill(
     avoid: Collection[Party],
     num_best: int = NUM_BEST,
 ) -> list[Member]:
-    """By how long each takes for the prompt, and somebody waits there for that, the best first; `usual_s` is what a
-    token takes a node that has not measured it. Of equals the least loaded."""
+    """By how long each takes for the prompt, somebody waits there for that, and what is evicted for it took, the best
+    first; `usual_s` is what a token takes a node that has not measured it. Of equals the least loaded."""
     uncached = _Uncached(work)
-    cached, num_tokens = work.cached_prefill, work.num_tokens
+    cached, num_blocks, block_tokens = work.cached_prefill, work.num_prompt_blocks, work.block_tokens
     costs_s: list[float] = []
     for member in members:
-        node, instance_id = member.standing, member.info.instance_id
-        num_uncached = uncached[cached[instance_id]] if instance_id in cached else num_tokens
+        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        num_uncached = uncached[num_cached]
         waited: float = node.waiting_tokens
         if waited > num_uncached * node.num_requests:
             waited = tokens_waited(node, num_uncached)
+        if num_blocks - num_cached > node.num_free_blocks:
+            waited += tokens_lost(node, num_blocks - num_cached, block_tokens)
         cost_s = (num_uncached + waited) * (node.token_s or usual_s) / node.weight
         if not node.has_slot:
             cost_s += BUSY_S
@@ -98,8 +100,12 @@ def best_decode(
         num_needed = num_blocks.get(node.reserve_output_tokens)
         if num_needed is None:
             num_needed = num_blocks[node.reserve_output_tokens] = num_blocks_now(member)
-        if num_needed - num_cached > node.num_available:
-            cost_s += BUSY_S
+        num_new = num_needed - num_cached
+        if num_new > node.num_free_blocks:
+            token_s = node.token_s or usual_s
+            cost_s += tokens_lost(node, num_new, work.block_tokens) * token_s / node.weight
+            if num_new > node.num_free_blocks + node.num_cached_blocks:
+                cost_s += BUSY_S
         costs_s.append(cost_s)
     return _least(members, costs_s, suspects, avoid, NUM_BEST)
 

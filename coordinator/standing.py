@@ -30,6 +30,8 @@ class Standing:
     waiting_tokens: int  # of prompts, to be computed before a new one's, all told
     waiting_s: float  # that those take; 0 where it is not known what a token takes
     max_batched_tokens: int
+    num_free_blocks: int
+    num_cached_blocks: int  # that nobody holds: they are evicted for new ones
     # Of prefill nodes
     chunk_tokens: int
     max_prefills: int
@@ -39,7 +41,6 @@ class Standing:
     num_rows: int  # in a step
     answer_token_s: float  # what a token of an answer costs: one more sequence, and those beside it, held up
     prompt_budget: int  # tokens of prompts in a step
-    num_available: int  # blocks
     reserve_output_tokens: int  # of DecodeLimits
 
 
@@ -67,6 +68,8 @@ def standing_of(status: NodeStatus, num_assigned: int, num_assigned_tokens: int)
         waiting_tokens=waiting_tokens,
         waiting_s=waiting_tokens * token_s,
         max_batched_tokens=max_batched_tokens,
+        num_free_blocks=status.blocks.free,
+        num_cached_blocks=status.blocks.cached,
         chunk_tokens=limits.chunk_tokens if isinstance(limits, PrefillLimits) else _NO_LIMIT,
         max_prefills=limits.max_prefills if isinstance(limits, PrefillLimits) else _NO_LIMIT,
         step_s=step_s + row_s * num_rows if num_rows else 0.0,
@@ -74,7 +77,6 @@ def standing_of(status: NodeStatus, num_assigned: int, num_assigned_tokens: int)
         num_rows=num_rows,
         answer_token_s=next_step_s * (1 + crowding) + num_rows * row_s,
         prompt_budget=max(1, max_batched_tokens - num_rows),
-        num_available=status.blocks.available,
         reserve_output_tokens=limits.reserve_output_tokens if isinstance(limits, DecodeLimits) else 0,
     )
 
