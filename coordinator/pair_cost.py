@@ -216,4 +216,4 @@ def _nodes(parties: Collection[Party]) -> set[InstanceId]:
 
 def _offered(members: Iterable[Member], num_blocks: int) -> list[Member]:
     """Those that take new work and whose pools could hold so much."""
-    return [one for one in members if one.status.weight > 0 and one.status.blocks.total >= num_blocks]
+    return [one for one in members if one.standing.num_offered_blocks >= num_blocks]

@@ -113,8 +113,9 @@ def test_a_tail_takes_its_tokens_and_the_steps_of_those_that_run_beside_it() -> 
 def test_what_was_sent_since_the_last_status_counts() -> None:
     prefill, decode = prefill_node(), decode_node(step_s=0.01, row_s=0.001)
     assert forecast_handoff(prefill, decode, work(), 0.0).ttft_s == 1.0
-    prefill.num_assigned, prefill.num_assigned_tokens = 1, 700
-    decode.num_assigned = 2
+    prefill.assign(700)
+    decode.assign(0)
+    decode.assign(0)
     forecast = forecast_handoff(prefill, decode, work(), 0.0)
     assert (forecast.queue_s, forecast.itl_s) == (pytest.approx(0.7), pytest.approx(0.013))
 

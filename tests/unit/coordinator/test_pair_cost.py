@@ -375,7 +375,6 @@ def test_what_others_were_sent_while_a_decode_node_was_asked_counts() -> None:
         pair = costs.pair_with(decode, 0)
         assert pair is not None
         assert pair.prefill is not None
-        pair.prefill.num_assigned += 1
-        pair.prefill.num_assigned_tokens += 1_000
+        pair.prefill.assign(1_000)
         chosen.append(name(pair.prefill))
     assert chosen == ["p1", "p2", "p3"]
