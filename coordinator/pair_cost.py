@@ -194,6 +194,8 @@ class PairCosts:
 
     def _cut_off(self) -> set[Party]:
         """Decode nodes to which no prefill node has a link that works."""
+        if not any(len(party) > 1 for party in self._suspects):
+            return set()
         prefill_ids = [member.info.instance_id for member in self._prefill]
         return {
             (decode_id,)
