@@ -16,7 +16,6 @@ from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
 from coordinator.placement import Limits, Placement
 from coordinator.request import RequestState, may_succeed_elsewhere
-from coordinator.router import has_slot
 from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.inference import TokensGenerated
 from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
@@ -196,9 +195,10 @@ class Attempt:
         self, member: Member, hashes: list[BlockHash], placement: Placement | None, number: int
     ) -> PrefillFinished:
         """`number` counts the attempts to fill one reservation."""
-        num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
-        num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
-        self._cluster.assigned(member, hashes, max(1, self._state.num_tokens - num_cached))
+        if placement is None or number > 1 or member is not placement.prefill:  # whose place is taken
+            num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
+            num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
+            self._cluster.assigned(member, hashes, max(1, self._state.num_tokens - num_cached))
         link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
         with self._cluster.trying(member), link:
             return await self._read_prefill(member, placement, number)
@@ -222,10 +222,10 @@ class Attempt:
         raise UnavailableError(f"prefill node {member.info.address} ended its stream before the prompt was computed")
 
     def _wanted_node(self, wanted: Member | None, decode: Member | None) -> Member | None:
-        """The prefill node that the placement was made with, if it is as good as it was then."""
+        """The prefill node that the placement was made with, which took a place there, if it may still go there."""
         if wanted is None or not self._cluster.members.is_usable(wanted.info.instance_id):
             return None
-        return wanted if has_slot(wanted) and not self._state.avoids(wanted, decode) else None
+        return None if self._state.avoids(wanted, decode) else wanted
 
     def _next_prefill_node(self, decode: Member | None, busy: set[InstanceId]) -> Member:
         candidates = prefill_candidates(self._state, self._cluster, decode)

@@ -104,9 +104,8 @@ class Cluster:
     def assigned(self, member: Member, hashes: Sequence[BlockHash], num_tokens: int = 0) -> None:
         """A request went there, with so many tokens of its prompt to compute: one more until its next status tells, and
         its blocks will be cached there."""
-        member.num_assigned += 1
+        member.assign(num_tokens)
         self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
-        member.num_assigned_tokens += num_tokens
 
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:

@@ -17,6 +17,11 @@ from kvrelay.types import InstanceId
 # A prefill node gives the oldest prompt a quarter of every step, the shortest ones the rest: see docs/scheduling.md.
 OLDEST_SHARE = 0.25
 
+# Of blocks that are evicted this part is computed once more, sooner or later: about as much as conversations find again
+# of their prompts (docs/scheduling.md, "Policies compared"). A node with free blocks may be slower by that to go first,
+# and one that has more than that of the prompt comes before both.
+EVICTED_SHARE = 0.1
+
 # Of an answer so many tokens are counted at most. max_tokens says little of how long it gets, and who runs beside it
 # changes within as many steps.
 COUNTED_TOKENS = 64
@@ -101,6 +106,22 @@ def tokens_before(prefill: Standing, num_tokens: int) -> float:
     if num_prompts >= prefill.max_prefills * (1 + is_short):
         return waiting
     return min(waiting, num_tokens * OLDEST_SHARE / (1 - OLDEST_SHARE) + prefill.max_batched_tokens / 2)
+
+
+def tokens_waited(prefill: Standing, num_tokens: int) -> float:
+    """Prompt tokens for which somebody waits, the new prompt or another, when `num_tokens` come to a prefill node.
+
+    It computes short prompts first, so of any two the longer waits while the shorter is computed, whichever is the new
+    one: that is as much as it has itself for each that is there, but no more than they have.
+    """
+    each = min(prefill.waiting_tokens, num_tokens * prefill.num_requests)
+    return max(each, tokens_before(prefill, num_tokens))
+
+
+def tokens_lost(node: Standing, num_new_blocks: int, block_tokens: int) -> float:
+    """Tokens that are computed once more, for somebody, because cached blocks give way to so many new ones."""
+    num_evicted = min(max(0, num_new_blocks - node.num_free_blocks), node.num_cached_blocks)
+    return EVICTED_SHARE * num_evicted * block_tokens
 
 
 def forecast_handoff(prefill: Member, decode: Member | None, work: Work, usual_s: float) -> Forecast:

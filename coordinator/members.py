@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.evened_rates import EvenedRates
-from coordinator.standing import Standing, standing_of
+from coordinator.standing import standing_of
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.types import InstanceId, Role
@@ -17,31 +17,33 @@ DISCONNECTED = "its connection to the coordinator has ended"
 COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
 
 
-@dataclass(slots=True)
 class Member:
-    """One node. `num_assigned` counts requests this coordinator sent it since its last status, `num_assigned_tokens`
-    the uncached tokens of prompts that it is to compute for them."""
+    """One node. `standing` is what it comes to: worked out when it changes, so that whoever looks at all nodes finds it
+    ready."""
 
-    info: NodeInfo
-    status: NodeStatus
-    last_seen: float
-    num_assigned: int = 0
-    num_assigned_tokens: int = 0
-    rates: NodeRates | None = None  # what counts of what it measured; None: all as it says
-    _standing: Standing | None = None
+    __slots__ = ("info", "last_seen", "rates", "standing")
+
+    def __init__(self, info: NodeInfo, status: NodeStatus, last_seen: float) -> None:
+        self.info = info
+        self.last_seen = last_seen
+        self.rates: NodeRates | None = None  # what counts of what it measured from its next status on; None: all
+        self.standing = standing_of(status, num_assigned=0, num_assigned_tokens=0, rates=self.rates)
 
     @property
-    def standing(self) -> Standing:
-        """What it stands at now: worked out anew only after a change."""
-        known, status = self._standing, self.status
-        if (
-            known is None
-            or known.status is not status
-            or known.num_assigned != self.num_assigned
-            or known.num_assigned_tokens != self.num_assigned_tokens
-        ):
-            known = self._standing = standing_of(status, self.num_assigned, self.num_assigned_tokens, self.rates)
-        return known
+    def status(self) -> NodeStatus:
+        """Its last one; a new one tells of all that it was sent before."""
+        return self.standing.status
+
+    @status.setter
+    def status(self, status: NodeStatus) -> None:
+        self.standing = standing_of(status, num_assigned=0, num_assigned_tokens=0, rates=self.rates)
+
+    def assign(self, num_tokens: int) -> None:
+        """One request more is sent there, with so many uncached tokens of its prompt to compute."""
+        node = self.standing
+        self.standing = standing_of(
+            node.status, node.num_assigned + 1, node.num_assigned_tokens + num_tokens, self.rates
+        )
 
     @property
     def usable(self) -> bool:
@@ -99,10 +101,9 @@ class Members:
             raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
         # How fast it is and how much it has to compute changes with every step, and makes no room.
         told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
-        changed = member.status != told or member.num_assigned > 0
-        member.status, member.last_seen = status, now
+        changed = member.status != told or member.standing.num_assigned > 0
         member.rates = self._rates_of(member, status, now)
-        member.num_assigned = member.num_assigned_tokens = 0
+        member.status, member.last_seen = status, now
         self._note(member)
         return changed
 

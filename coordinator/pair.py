@@ -1,15 +1,25 @@
 """What a pair of a prefill and a decode node costs a request and those that run there. Pure.
 
 It costs seconds of waiting: the request's own until its first token and for the tokens after it, and those by which it
-holds up the sequences that run on the decode node.
+holds up longer prompts on the prefill node and the sequences that run on the decode node, and that it takes to compute
+again what is evicted for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.forecast import Forecast, Work, forecast_handoff, forecast_tail, usual_answer_token_s, usual_token_s
+from coordinator.forecast import (
+    Forecast,
+    Work,
+    forecast_handoff,
+    forecast_tail,
+    tokens_lost,
+    tokens_waited,
+    usual_answer_token_s,
+    usual_token_s,
+)
 from coordinator.foresight import Foresight, Way
 from coordinator.members import Member
 from coordinator.router import has_slot
@@ -46,11 +56,22 @@ class Pair:
 
 
 class Prices:
-    """Of pairs for one answer, at one moment. `token_s` and `answer_token_s` are what a token of a prompt, and of an
-    answer, costs nodes that have not measured it; the former is 0 while nobody has."""
+    """Of pairs for one answer, at one moment; `num_blocks_now` says what a decode node sets aside of it.
 
-    def __init__(self, work: Work, prefill: Sequence[Member], decode: Sequence[Member], foresight: Foresight) -> None:
+    `token_s` and `answer_token_s` are what a token of a prompt, and of an answer, costs nodes that have not measured
+    it; the former is 0 while nobody has.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        foresight: Foresight,
+        num_blocks_now: Callable[[Member], int],
+    ) -> None:
         self._work = work
+        self._num_blocks_now = num_blocks_now
         self._foresight = foresight
         self.token_s = usual_token_s(prefill or decode)
         self.answer_token_s = usual_answer_token_s(decode)
@@ -66,7 +87,8 @@ class Prices:
             return Pair(prefill, None, None)
         forecast = forecast_handoff(prefill, None, self._work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        return Pair(prefill, None, forecast, ttft_s / prefill.standing.weight)
+        cost_s = (ttft_s + self._others_s(prefill, forecast)) / prefill.standing.weight
+        return Pair(prefill, None, forecast, cost_s)
 
     def tail(self, decode: Member, work: Work) -> Pair:
         """The decode node computes what it lacks. `work` may know better than ours what that is."""
@@ -83,13 +105,28 @@ class Prices:
             return Pair(prefill, decode, None)
         forecast = forecast_handoff(prefill, decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = ttft_s / prefill.standing.weight + self._answer_s(decode, work) / decode.standing.weight
+        cost_s = (ttft_s + self._others_s(prefill, forecast)) / prefill.standing.weight + self._answer_s(
+            decode, work
+        ) / decode.standing.weight
         return Pair(prefill, decode, forecast, cost_s)
 
     def _answer_s(self, decode: Member, work: Work) -> float:
-        """That the answer takes, behind the prompts computed there, and holds up the sequences beside it."""
-        node = decode.standing
-        return work.num_counted * (node.answer_token_s or self.answer_token_s) + node.waiting_s
+        """That the answer takes, behind the prompts computed there, and holds up the sequences beside it; and that it
+        takes to compute once more what is evicted there."""
+        node, num_cached = decode.standing, work.cached_decode.get(decode.info.instance_id, 0)
+        lost_s = tokens_lost(node, self._num_blocks_now(decode) - num_cached, work.block_tokens) * (
+            node.token_s or self.token_s
+        )
+        return work.num_counted * (node.answer_token_s or self.answer_token_s) + node.waiting_s + lost_s
+
+    def _others_s(self, prefill: Member, forecast: Forecast) -> float:
+        """That longer prompts wait on the prefill node while this one is computed, all together, and that it takes to
+        compute once more what is evicted there."""
+        node, work = prefill.standing, self._work
+        num_cached = work.cached_prefill.get(prefill.info.instance_id, 0)
+        num_tokens = tokens_waited(node, work.num_uncached(num_cached))
+        num_tokens += tokens_lost(node, work.num_prompt_blocks - num_cached, work.block_tokens)
+        return num_tokens * (node.token_s or self.token_s) - forecast.queue_s
 
     def _held_up_s(self, decode: Member, work: Work) -> float:
         """That the prompt, computed there, holds up the sequences that run there, all together."""

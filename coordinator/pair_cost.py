@@ -74,11 +74,15 @@ class PairCosts:
         self._local_tail_tokens = local_tail_tokens
         self._prefill = _offered(prefill, work.num_prompt_blocks)
         self._decode = _offered(decode, work.num_blocks)
-        self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight())
+        self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight(), self._num_blocks)
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         self.outgrown = not self._prefill and bool(_offered(prefill, 0))
-        self.has_slot = any(has_slot(one) for one in self._prefill)
         self._best_prefill = self._rank_prefill(NUM_BEST)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether some prefill node would take the prompt now: others may take the last place any time."""
+        return any(has_slot(one) for one in self._prefill)
 
     def ranked(self) -> list[Pair]:
         """As rank_pairs."""
@@ -125,7 +129,7 @@ class PairCosts:
         """By the prefill node that is best for it; one that failed, alone or by its link, only where every one did."""
         best = self._best_of(self._best_prefill[:NUM_CLOSE], decode, work)
         if any(self._failed(best)) and len(self._prefill) > NUM_CLOSE:
-            best = self._best_of(self._prefill, decode, work)
+            best = self._best_of(self._rank_prefill(len(self._prefill)), decode, work)
         return best
 
     def _best_of(self, prefill: Sequence[Member], decode: Member, work: Work) -> Pair:
@@ -190,6 +194,8 @@ class PairCosts:
 
     def _cut_off(self) -> set[Party]:
         """Decode nodes to which no prefill node has a link that works."""
+        if not any(len(party) > 1 for party in self._suspects):
+            return set()
         prefill_ids = [member.info.instance_id for member in self._prefill]
         return {
             (decode_id,)
@@ -212,4 +218,4 @@ def _nodes(parties: Collection[Party]) -> set[InstanceId]:
 
 def _offered(members: Iterable[Member], num_blocks: int) -> list[Member]:
     """Those that take new work and whose pools could hold so much."""
-    return [one for one in members if one.status.weight > 0 and one.status.blocks.total >= num_blocks]
+    return [one for one in members if one.standing.num_offered_blocks >= num_blocks]

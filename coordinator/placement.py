@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from coordinator.admission import Admission
 from coordinator.candidates import costs_of
 from coordinator.cluster import Cluster
-from coordinator.forecast import Forecast
+from coordinator.forecast import Forecast, Work
 from coordinator.foresight import Foretold
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
@@ -45,7 +45,8 @@ class Placement:
 
     decode: Member
     granted: ReservationGranted
-    prefill: Member | None = None  # that was best for it; None: the decode node computes what is not cached there
+    # That was best for it, and counts it as assigned. None: the decode node computes what is not cached there.
+    prefill: Member | None = None
     num_blocks: int = 0  # set aside there for the request
 
     @property
@@ -192,17 +193,22 @@ class Placer:
                 continue
             settled = costs.pair_with(pair.decode, granted.num_cached_blocks)
             if settled is not None and (settled.prefill is None or costs.has_slot):
-                self._assign(pair.decode, granted.num_cached_blocks, settled)
+                self._assign(pair.decode, granted.num_cached_blocks, settled, costs.work)
                 return True, Placement(pair.decode, granted, settled.prefill, self._num_blocks_now(pair.decode))
+            self._why_refused.append(f"{pair.decode.info.address}: had room, but no prefill node has a slot")
             self._cluster.nodes.release(pair.decode.info.address, granted.reservation_id)
             self._cluster.withdraw(pair.decode)
         return False, None
 
-    def _assign(self, decode: Member, num_cached_blocks: int, pair: Pair) -> None:
+    def _assign(self, decode: Member, num_cached_blocks: int, pair: Pair, work: Work) -> None:
+        """Counts the request on both nodes at once: other tries of this moment go on before its attempt begins."""
         num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
         num_tokens = max(1, self._state.num_tokens - num_cached) if pair.prefill is None else 0
         self._foretell(pair)
         self._cluster.assigned(decode, self._state.hashes(), num_tokens)
+        if pair.prefill is not None:
+            num_blocks = work.cached_prefill.get(pair.prefill.info.instance_id, 0)
+            self._cluster.assigned(pair.prefill, self._state.hashes(), work.num_uncached(num_blocks))
 
     def _foretell(self, pair: Pair) -> None:
         """Notes what the pair is expected to give, for when it shows."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TypeVar
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, after_last_s, tokens_before
+from coordinator.forecast import Work, after_last_s, tokens_lost, tokens_waited
 from coordinator.members import Member
+
+T = TypeVar("T")
 
 NUM_BEST = 8
 
@@ -21,15 +25,15 @@ SUSPECT_S = 1e8  # failed others lately
 AVOIDED_S = 1e10  # failed this very answer
 
 
-class _Uncached(dict[int, int]):
-    """Tokens to compute by blocks cached: of many nodes few numbers differ."""
+class _ByCached(dict[int, T]):
+    """What comes of a number of blocks cached: of many nodes few numbers differ."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work_out: Callable[[int], T]) -> None:
+        self._work_out = work_out
 
-    def __missing__(self, num_cached: int) -> int:
-        self[num_cached] = num_uncached = self._work.num_uncached(num_cached)
-        return num_uncached
+    def __missing__(self, num_cached: int) -> T:
+        self[num_cached] = known = self._work_out(num_cached)
+        return known
 
 
 def best_prefill(
@@ -40,21 +44,21 @@ def best_prefill(
     avoid: Collection[Party],
     num_best: int = NUM_BEST,
 ) -> list[Member]:
-    """By when each would have computed the prompt, the best first; `usual_s` is what a token takes a node that has not
-    measured it. Of equals the least loaded."""
-    uncached = _Uncached(work)
-    cached, num_tokens = work.cached_prefill, work.num_tokens
+    """By how long each takes for the prompt, somebody waits there for that, and what is evicted for it took, the best
+    first; `usual_s` is what a token takes a node that has not measured it. Of equals the least loaded."""
+    uncached = _ByCached(work.num_uncached)
+    cached, num_blocks, block_tokens = work.cached_prefill, work.num_prompt_blocks, work.block_tokens
     costs_s: list[float] = []
     for member in members:
-        node, instance_id = member.standing, member.info.instance_id
-        num_uncached = uncached[cached[instance_id]] if instance_id in cached else num_tokens
-        before: float = node.waiting_tokens
-        if before > num_uncached * node.num_requests:
-            before = tokens_before(node, num_uncached)
-        cost_s = (num_uncached + before) * (node.token_s or usual_s) / node.weight
-        if not node.has_slot:
-            cost_s += BUSY_S
-        costs_s.append(cost_s)
+        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        num_uncached = uncached[num_cached]
+        num_tokens: float = node.waiting_tokens
+        if num_tokens > num_uncached * node.num_requests:
+            num_tokens = tokens_waited(node, num_uncached)
+        if num_blocks - num_cached > node.num_free_blocks:
+            num_tokens += tokens_lost(node, num_blocks - num_cached, block_tokens)
+        cost_s = (num_uncached + num_tokens) * (node.weighted_token_s or usual_s / node.weight)
+        costs_s.append(cost_s if node.has_slot else cost_s + BUSY_S)
     return _least(members, costs_s, suspects, avoid, num_best)
 
 
@@ -76,30 +80,31 @@ def best_decode(
     `usual_s` and `usual_answer_s` are what a token of a prompt, and of an answer, costs nodes that measured nothing.
     `num_blocks_now` looks at nothing of a node but its limits' `reserve_output_tokens`.
     """
-    uncached = _Uncached(work)
+    uncached = _ByCached(work.num_uncached)
+    handed_over_s = _ByCached(partial(_handed_over_s, prefill, work, usual_s))
     cached, num_counted = work.cached_decode, work.num_counted
     num_blocks: dict[int, int] = {}  # to set aside now, by what nodes set aside of an answer
-    handed_over: dict[int, float] = {}  # what that costs, by blocks cached
     costs_s: list[float] = []
     for member in members:
-        node = member.standing
-        num_cached = cached.get(member.info.instance_id, 0)
-        if num_cached not in handed_over:
-            handed_over[num_cached] = _handed_over_s(prefill, work, usual_s, num_cached)
-        own_s = (node.answer_token_s or usual_answer_s) * num_counted + node.waiting_s
-        cost_s = own_s / node.weight + handed_over[num_cached]
-        if may_compute and node.token_s:
-            num_uncached = uncached[num_cached]
-            tail_s = num_uncached * node.token_s * (1 + node.num_rows) + node.waiting_s
-            tail_s -= num_uncached // -node.prompt_budget * node.step_s
-            alone_s = (own_s + tail_s) / node.weight
-            if alone_s < cost_s:
-                cost_s = alone_s
+        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        cost_s = handed_over_s[num_cached]
+        if may_compute and node.weighted_tail_token_s:
+            tail_s = uncached[num_cached] * node.weighted_tail_token_s
+            if tail_s < cost_s:
+                num_steps = -(uncached[num_cached] // -node.prompt_budget)
+                tail_s += node.weighted_waiting_s + num_steps * node.step_s / node.weight
+                cost_s = min(cost_s, tail_s)
+        cost_s += node.weighted_waiting_s
+        cost_s += num_counted * (node.weighted_answer_token_s or usual_answer_s / node.weight)
         num_needed = num_blocks.get(node.reserve_output_tokens)
         if num_needed is None:
             num_needed = num_blocks[node.reserve_output_tokens] = num_blocks_now(member)
-        if num_needed - num_cached > node.num_available:
-            cost_s += BUSY_S
+        num_new = num_needed - num_cached
+        if num_new > node.num_free_blocks:
+            token_s = node.weighted_token_s or usual_s / node.weight
+            cost_s += tokens_lost(node, num_new, work.block_tokens) * token_s
+            if num_new > node.num_free_blocks + node.num_cached_blocks:
+                cost_s += BUSY_S
         costs_s.append(cost_s)
     return _least(members, costs_s, suspects, avoid, NUM_BEST)
 
@@ -111,7 +116,7 @@ def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cache
     node = prefill.standing
     token_s = node.token_s or usual_s
     num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
-    ready_s = (num_uncached + tokens_before(node, num_uncached)) * token_s
+    ready_s = (num_uncached + tokens_waited(node, num_uncached)) * token_s
     return (ready_s + after_last_s(node, work, num_uncached, num_uncached * token_s, num_cached)) / node.weight
 
 

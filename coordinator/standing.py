@@ -20,8 +20,8 @@ class Standing:
     """Of one node. Seconds are 0 where it measured nothing; counts include what was sent since its last status."""
 
     status: NodeStatus
-    num_assigned: int
-    num_assigned_tokens: int
+    num_assigned: int  # requests that this coordinator sent it since
+    num_assigned_tokens: int  # uncached, of their prompts, that it is to compute
     has_slot: bool  # it would take one more request now
     weight: float  # above 0: one that takes nothing new may have been told so while a request asked it for room
     token_s: float  # to compute one token of a prompt
@@ -30,6 +30,9 @@ class Standing:
     waiting_tokens: int  # of prompts, to be computed before a new one's, all told
     waiting_s: float  # that those take; 0 where it is not known what a token takes
     max_batched_tokens: int
+    num_offered_blocks: int  # that a request could ever get; -1 where it takes nothing new
+    num_free_blocks: int
+    num_cached_blocks: int  # that nobody holds: they are evicted for new ones
     # Of prefill nodes
     chunk_tokens: int
     max_prefills: int
@@ -39,8 +42,12 @@ class Standing:
     num_rows: int  # in a step
     answer_token_s: float  # what a token of an answer costs: one more sequence, and those beside it, held up
     prompt_budget: int  # tokens of prompts in a step
-    num_available: int  # blocks
     reserve_output_tokens: int  # of DecodeLimits
+    # Over its weight, as in costs
+    weighted_token_s: float
+    weighted_waiting_s: float
+    weighted_answer_token_s: float
+    weighted_tail_token_s: float  # to compute one token of a prompt, by which all sequences are held up
 
 
 def standing_of(
@@ -57,28 +64,35 @@ def standing_of(
     crowding = max(0, num_requests + 1 - max_batch) / max_batch  # batches that wait for a place in the batch
     token_s = _inverse(rates.prefill_tokens_per_s)
     waiting_tokens = status.num_waiting_tokens + num_assigned_tokens
+    weight, answer_token_s = status.weight or LEAST_WEIGHT, next_step_s * (1 + crowding) + num_rows * row_s
     max_batched_tokens = limits.max_batched_tokens if limits is not None else _NO_LIMIT
     return Standing(
         status=status,
         num_assigned=num_assigned,
         num_assigned_tokens=num_assigned_tokens,
         has_slot=status.num_slots_free > num_assigned,
-        weight=status.weight or LEAST_WEIGHT,
+        weight=weight,
         token_s=token_s,
         byte_s=_inverse(rates.handoff_bytes_per_s),
         num_requests=num_requests,
         waiting_tokens=waiting_tokens,
         waiting_s=waiting_tokens * token_s,
         max_batched_tokens=max_batched_tokens,
+        num_offered_blocks=status.blocks.total if status.weight > 0 else -1,
+        num_free_blocks=status.blocks.free,
+        num_cached_blocks=status.blocks.cached,
         chunk_tokens=limits.chunk_tokens if isinstance(limits, PrefillLimits) else _NO_LIMIT,
         max_prefills=limits.max_prefills if isinstance(limits, PrefillLimits) else _NO_LIMIT,
         step_s=step_s + row_s * num_rows if num_rows else 0.0,
         next_step_s=next_step_s,
         num_rows=num_rows,
-        answer_token_s=next_step_s * (1 + crowding) + num_rows * row_s,
+        answer_token_s=answer_token_s,
         prompt_budget=max(1, max_batched_tokens - num_rows),
-        num_available=status.blocks.available,
         reserve_output_tokens=limits.reserve_output_tokens if isinstance(limits, DecodeLimits) else 0,
+        weighted_token_s=token_s / weight,
+        weighted_waiting_s=waiting_tokens * token_s / weight,
+        weighted_answer_token_s=answer_token_s / weight,
+        weighted_tail_token_s=token_s * (1 + num_rows) / weight,
     )
 
 

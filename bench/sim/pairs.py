@@ -55,7 +55,10 @@ class _PairChoice:
     def __init__(self, costs: PairCosts, foresight: Foresight) -> None:
         self.costs = costs
         self._foresight = foresight
-        self.has_place = costs.has_slot
+
+    @property
+    def has_place(self) -> bool:
+        return self.costs.has_slot
 
     def order(self) -> list[Member]:
         return [

@@ -52,7 +52,8 @@ class Settled:
 class Choice(Protocol):
     """`has_place`: some prefill node would take the prompt now, as far as is known."""
 
-    has_place: bool
+    @property
+    def has_place(self) -> bool: ...
 
     def order(self) -> list[Member]:
         """Decode nodes to ask for room, the first one first."""

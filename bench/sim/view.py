@@ -37,8 +37,7 @@ class View:
 
     def assigned(self, member: Member, request: SimRequest, num_tokens: int) -> None:
         """A request goes there, which has so many tokens to compute."""
-        member.num_assigned += 1
-        member.num_assigned_tokens += num_tokens
+        member.assign(num_tokens)
         self._caches[member.info.role].assigned(member.info.instance_id, request.prompt_hashes, self._clock.now)
 
     def cached(self, role: Role, hashes: list[BlockHash]) -> dict[InstanceId, int]:

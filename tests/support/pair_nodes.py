@@ -19,11 +19,12 @@ def prefill_node(
     waiting_tokens: int = 0,
     slots: int = 4,
     total: int = 1_000,
+    cached: int = 0,
     weight: float = 1.0,
 ) -> Member:
     status = NodeStatus(
         ready=True,
-        blocks=BlockCounts(total=total, free=total),
+        blocks=BlockCounts(total=total, free=total - cached, cached=cached),
         num_running=running,
         num_slots_free=slots,
         limits=PrefillLimits(max_batched_tokens=512, chunk_tokens=512, max_prefills=4, max_waiting=4),
@@ -45,11 +46,12 @@ def decode_node(
     max_batch: int = 64,
     total: int = 1_000,
     free: int = 1_000,
+    cached: int = 0,
     weight: float = 1.0,
 ) -> Member:
     status = NodeStatus(
         ready=True,
-        blocks=BlockCounts(total=total, free=free, held=total - free),
+        blocks=BlockCounts(total=total, free=free, held=total - free - cached, cached=cached),
         num_running=running,
         num_slots_free=64,
         limits=DecodeLimits(max_batch=max_batch, max_batched_tokens=512),

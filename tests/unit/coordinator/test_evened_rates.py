@@ -100,7 +100,7 @@ def test_of_equal_nodes_that_measured_differently_the_less_loaded_gets_the_reque
         best = costs.ranked()[0]
         taken = [member for member in (best.prefill, best.decode) if member is not None]
         for member in taken:
-            member.num_assigned += 1
+            member.assign(0)
         return [member.info.instance_id for member in taken]
 
     first, second = chosen(), chosen()

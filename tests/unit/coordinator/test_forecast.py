@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.forecast import Work, forecast_handoff, forecast_tail, usual_token_s
+from coordinator.forecast import Work, forecast_handoff, forecast_tail, tokens_lost, usual_token_s
 from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
@@ -49,6 +49,13 @@ def test_what_an_answer_takes_alone_is_told_of_a_decode_node_that_has_nothing_to
     for forecast in (forecast_handoff(prefill_node(), idle, work(), 0.0), forecast_tail(idle, work(), 0.0)):
         assert forecast.least_itl_s == pytest.approx(0.012)
     assert [forecast_tail(node, work(), 0.0).least_itl_s for node in (busy, waiting)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("num_new_blocks", "num_tokens"), [(10, 0.0), (12, 3.2), (1_000, 8.0)])
+def test_a_tenth_of_what_is_evicted_is_computed_once_more(num_new_blocks: int, num_tokens: float) -> None:
+    """10 blocks are free and 5 cached; what is held goes away by itself."""
+    node = decode_node(total=100, free=10, cached=5).standing
+    assert tokens_lost(node, num_new_blocks, 16) == pytest.approx(num_tokens)
 
 
 def test_a_link_slower_than_the_computing_adds_what_it_could_not_carry_meanwhile() -> None:
@@ -106,8 +113,9 @@ def test_a_tail_takes_its_tokens_and_the_steps_of_those_that_run_beside_it() -> 
 def test_what_was_sent_since_the_last_status_counts() -> None:
     prefill, decode = prefill_node(), decode_node(step_s=0.01, row_s=0.001)
     assert forecast_handoff(prefill, decode, work(), 0.0).ttft_s == 1.0
-    prefill.num_assigned, prefill.num_assigned_tokens = 1, 700
-    decode.num_assigned = 2
+    prefill.assign(700)
+    decode.assign(0)
+    decode.assign(0)
     forecast = forecast_handoff(prefill, decode, work(), 0.0)
     assert (forecast.queue_s, forecast.itl_s) == (pytest.approx(0.7), pytest.approx(0.013))
 

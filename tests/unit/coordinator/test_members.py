@@ -58,9 +58,11 @@ def test_status_after_an_assignment_counts_as_change() -> None:
     members = Members(timeout_s=3.0)
     member = members.join(node(), now=0.0)
     members.update(member, READY, now=0.1)
-    member.num_assigned, member.num_assigned_tokens = 2, 300
+    member.assign(100)
+    member.assign(200)
+    assert (member.standing.num_assigned, member.standing.num_assigned_tokens) == (2, 300)
     assert members.update(member, READY, now=0.2)
-    assert (member.num_assigned, member.num_assigned_tokens) == (0, 0)
+    assert (member.standing.num_assigned, member.standing.num_assigned_tokens) == (0, 0)
 
 
 def test_a_node_that_got_faster_or_further_has_no_more_room_for_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
 P1, P2, D1, D2 = (InstanceId(name) for name in ("p1", "p2", "d1", "d2"))
+FULL = {"free": 0, "cached": 1_000}  # of a decode node's blocks
 
 
 def work(num_tokens: int = 1_000, num_left: int = 100, **changes: Any) -> Work:
@@ -190,6 +192,13 @@ def test_a_decode_node_that_no_link_reaches_comes_last(rate: float) -> None:
     assert [one for _, one in names(rank_pairs(prefill, decode, work(), suspects=parties))] == ["d2", "d1"]
 
 
+@pytest.mark.parametrize("rate", [0.0, 1_000.0])
+def test_where_every_prefill_node_is_suspect_the_least_loaded_is_taken(rate: float) -> None:
+    prefill = [prefill_node(f"p{number}", rate=rate, running=number != 2) for number in (1, 4, 3, 2)]
+    suspects: set[Party] = {(member.info.instance_id,) for member in prefill}
+    assert best(prefill, [decode_node()], work(), suspects=suspects) == ("p2", "d1")
+
+
 def test_where_every_prefill_node_is_suspect_decode_nodes_that_are_not_still_come_first() -> None:
     decode = [decode_node("d1"), decode_node("d2", running=9, step_s=0.01, row_s=0.01)]
     assert best([prefill_node()], decode, work(), suspects={(P1,), (D1,)}) == ("p1", "d2")
@@ -269,12 +278,12 @@ def test_the_order_is_one_and_no_suspect_goes_before_another_that_can(data: st.D
 
 @pytest.mark.parametrize("seed", range(8))
 def test_of_many_nodes_the_best_pair_is_found_as_if_every_pair_was_looked_at(seed: int) -> None:
-    """40 of each, on links alike; what there is to find is worked out from each pair's own parts."""
+    """40 of each, on links alike and fast; what there is to find is worked out from each pair's own parts."""
     draw = random.Random(seed)
     prefill = [
         prefill_node(
-            f"p{index:02}", rate=draw.uniform(500, 2_000), running=draw.randint(0, 3), link=1e6,
-            waiting_tokens=draw.randint(0, 3_000), weight=draw.choice([0.5, 1.0, 2.0]),
+            f"p{index:02}", rate=draw.uniform(500, 2_000), running=draw.randint(0, 3), link=1e7,
+            waiting_tokens=draw.randint(0, 3_000), weight=draw.choice([0.5, 1.0, 2.0]), cached=draw.choice([0, 1_000]),
         )
         for index in range(40)
     ]  # fmt: skip
@@ -282,6 +291,7 @@ def test_of_many_nodes_the_best_pair_is_found_as_if_every_pair_was_looked_at(see
         decode_node(
             f"d{index:02}", rate=draw.uniform(100, 2_000), running=draw.randint(0, 70), step_s=draw.uniform(0.01, 0.03),
             row_s=0.0005, waiting_tokens=draw.choice([0, 0, 600]), weight=draw.choice([0.5, 1.0, 2.0]),
+            **draw.choice([{}, FULL]),
         )
         for index in range(40)
     ]  # fmt: skip
@@ -297,17 +307,63 @@ def _cost_s(prefill: Member | None, decode: Member, request: Work) -> float:
     """As docs/scheduling.md has it; every node has measured all."""
     node, weight = decode.standing, decode.status.weight
     rows_s = node.num_rows * 0.0005 + node.next_step_s * (1 + max(0, node.num_requests + 1 - 64) / 64)
-    answer_s = 64 * rows_s + node.waiting_tokens * node.token_s
+    answer_s = 64 * rows_s + (node.waiting_tokens + _evicted(decode, 69, request.cached_decode)) * node.token_s
     if prefill is not None:
-        return forecast_handoff(prefill, decode, request, 0.0).ttft_s / prefill.status.weight + answer_s / weight
+        forecast = forecast_handoff(prefill, decode, request, 0.0)
+        own = request.num_uncached(request.cached_prefill.get(prefill.info.instance_id, 0))
+        shorter_first = min(prefill.status.num_waiting_tokens, own * prefill.status.num_running)
+        rate = prefill.status.rates.prefill_tokens_per_s
+        others_s = (
+            max(0.0, shorter_first / rate - forecast.queue_s) + _evicted(prefill, 63, request.cached_prefill) / rate
+        )
+        return (forecast.ttft_s + others_s) / prefill.status.weight + answer_s / weight
     forecast = forecast_tail(decode, request, 0.0)
     num_uncached = request.num_uncached(request.cached_decode.get(decode.info.instance_id, 0))
     return (forecast.ttft_s + answer_s + node.num_rows * num_uncached * node.token_s) / weight
 
 
+def _evicted(member: Member, num_blocks: int, cached: Mapping[InstanceId, int]) -> float:
+    """A tenth of the tokens; the pools are empty, or full of what is cached."""
+    return 0.0 if member.status.blocks.free else 1.6 * (num_blocks - cached.get(member.info.instance_id, 0))
+
+
 def _can(decode: Member, ranked: list[Pair]) -> bool:
     """Whether a pair with it was to be had whose prefill node is no suspect either."""
     return any(pair.decode is decode for pair in ranked)
+
+
+def test_a_short_prompt_goes_where_it_holds_up_fewer_long_ones() -> None:
+    """500 tokens. It would pass three of 3,000 tokens on p1, which would wait for it, or one on p2, which is slower."""
+    nodes = [
+        prefill_node("p1", running=3, waiting_tokens=9_000),
+        prefill_node("p2", rate=900, running=1, waiting_tokens=3_000),
+    ]
+    (pair,) = rank_pairs(nodes, [decode_node()], work(500))
+    assert names([pair]) == [("p2", "d1")]
+    assert pair.forecast is not None
+    assert pair.forecast.ttft_s == pytest.approx((500 + 500 / 3 + 256) / 900)  # its own
+    assert pair.cost_s == pytest.approx((500 + 500) / 900)
+
+
+@pytest.mark.parametrize(("cached_prefill", "chosen"), [({}, "p2"), ({P1: 2}, "p2"), ({P1: 10}, "p1")])
+def test_of_idle_prefill_nodes_the_empty_one_is_filled_before_the_other_evicts(
+    cached_prefill: dict[InstanceId, int], chosen: str
+) -> None:
+    """p2 is 5 % slower; p1 would evict 63 blocks, 1.6 tokens each to compute once more, less what it has already."""
+    nodes = [prefill_node("p1", cached=1_000), prefill_node("p2", rate=950)]
+    for num_left in (100, 1):
+        wanted = work(num_left=num_left, cached_prefill=cached_prefill)
+        assert best(nodes, [decode_node()], wanted)[0] == chosen
+
+
+@pytest.mark.parametrize(("cached_decode", "chosen"), [({}, "d2"), ({D1: 40}, "d1")])
+def test_of_idle_decode_nodes_the_empty_one_is_filled_before_the_other_evicts(
+    cached_decode: dict[InstanceId, int], chosen: str
+) -> None:
+    """d2's steps are 5 % longer, 32 ms in all; d1 would evict 69 blocks, 110 ms. The link carries 20 a second."""
+    decode = [decode_node("d1", step_s=0.010, **FULL), decode_node("d2", step_s=0.0105)]
+    wanted = work(cached_decode=cached_decode)
+    assert best([prefill_node(link=320_000)], decode, wanted) == ("p1", chosen)
 
 
 def test_what_others_were_sent_while_a_decode_node_was_asked_counts() -> None:
@@ -319,7 +375,6 @@ def test_what_others_were_sent_while_a_decode_node_was_asked_counts() -> None:
         pair = costs.pair_with(decode, 0)
         assert pair is not None
         assert pair.prefill is not None
-        pair.prefill.num_assigned += 1
-        pair.prefill.num_assigned_tokens += 1_000
+        pair.prefill.assign(1_000)
         chosen.append(name(pair.prefill))
     assert chosen == ["p1", "p2", "p3"]

@@ -30,7 +30,10 @@ def member(
 ) -> Member:
     blocks = BlockCounts(total=total, free=free, held=total - free)
     status = NodeStatus(ready=True, blocks=blocks, num_running=running, num_slots_free=slots, weight=weight)
-    return Member(NodeInfo(Role.DECODE_NODE, InstanceId(name), name, None), status, 0.0, assigned)
+    member = Member(NodeInfo(Role.DECODE_NODE, InstanceId(name), name, None), status, 0.0)
+    for _ in range(assigned):
+        member.assign(num_tokens=0)
+    return member
 
 
 def names(members: list[Member]) -> str:
@@ -79,7 +82,7 @@ def test_requests_are_shared_out_by_weight(rank: Callable[..., list[Member]]) ->
     chosen = ""
     for _ in range(36):
         first = rank(members, {}, num_blocks=10)[0]
-        first.num_assigned += 1
+        first.assign(num_tokens=0)
         chosen += names([first])
     assert [chosen.count(name) for name in "abc"] == [8, 24, 4]
 
