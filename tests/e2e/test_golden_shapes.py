@@ -48,7 +48,7 @@ async def test_bfloat16_up_to_near_ties(demo_model: Path, tmp_path: Path) -> Non
 
 async def test_a_cached_prompt_needs_no_prefill_node(demo_model: Path, tmp_path: Path) -> None:
     cases = golden.load(golden.FLOAT32)
-    with running(Cluster(demo_model, tmp_path)) as cluster:
+    with running(Cluster(demo_model, tmp_path, coordinator_args=["--placement", "load"])) as cluster:
         for case in cases[2:4]:
             async with AsyncClient(cluster.address) as client:
                 prompt_ids = (*case.prompt_ids, *case.output_ids[:32])
