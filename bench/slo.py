@@ -3,6 +3,7 @@
 Runs the coordinator's own admission and target code in virtual time, against a model of a cluster: one prefill node,
 which computes prompts one after another, and one pool of KV memory, in which an answer holds what it asked for from its
 turn until it has ended. Requests want their first token within a target. Who is refused comes back as told, or never.
+A second table has three tenants whose weights and sizes of requests differ; each asks for as much of its share.
 It reads no clock but to time the code itself, so all other numbers are the same on any machine.
 """
 
@@ -14,6 +15,7 @@ import itertools
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -25,7 +27,7 @@ from coordinator.places import Places
 from coordinator.queue import Demand, Ticket
 from coordinator.retry_advice import RetryAdvice
 from coordinator.slo import NO_TARGETS, Prediction, SloAdmission, Targets
-from coordinator.tenant_policy import TenantPolicies
+from coordinator.tenant_policy import parse_policies
 from kvrelay.errors import OverloadedError
 
 POOL_TOKENS = 200_000
@@ -33,7 +35,6 @@ PREFILL_TOKENS_PER_S = 16_000
 MAX_PREFILLS = 4  # prompts on the prefill node at a time
 STEP_S = 0.02  # a token of an answer
 PROMPT_TOKENS, MAX_TOKENS = 1_000, 300  # means; exponential, cut at eight times
-TENANT = "default"
 COLUMNS = (
     "load",
     "targets",
@@ -44,12 +45,28 @@ COLUMNS = (
     "told p50 / max, s",
     "error of the prediction p50 / p95, s",
 )
+COLUMNS_OF_THREE = (*COLUMNS[:4], COLUMNS[5])
+BACK = (("nobody comes back", 0.0), ("half come back", 0.5), ("all come back", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """It asks for its share of the tokens, by weight, in requests of `size` times the mean."""
+
+    name: str = "default"
+    weight: float = 1.0
+    size: float = 1.0
+
+
+ONE = (Tenant(),)
+THREE = (Tenant("search", 3.0, 0.5), Tenant("chat", 2.0, 1.0), Tenant("batch", 1.0, 2.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """Its answer is of `num_answer` tokens, which nobody knows before."""
 
+    tenant: str
     name: str
     num_prompt: int
     max_tokens: int
@@ -69,17 +86,27 @@ class Results:
     delays_s: list[float] = field(default_factory=list)
     errors_s: list[float] = field(default_factory=list)
     decisions_s: list[float] = field(default_factory=list)  # of the processor
+    tokens: Counter[str] = field(default_factory=Counter)  # let in, by tenant
 
 
 class Simulation:
     def __init__(
-        self, requests_per_s: float, seconds: float, targets: Targets, ttft_s: float, part_back: float
+        self,
+        requests_per_s: float,
+        seconds: float,
+        targets: Targets,
+        ttft_s: float,
+        part_back: float,
+        tenants: Sequence[Tenant] = ONE,
     ) -> None:
-        """`targets` are what requests ask for; `ttft_s` what is in time, whether they ask for it or not."""
-        policies = TenantPolicies()
+        """`targets` are what requests ask for; `ttft_s` what is in time, whether they ask for it or not.
+        `requests_per_s` are of the mean size: of smaller ones more come."""
+        policies = parse_policies(";".join(f"{tenant.name}:weight={tenant.weight}" for tenant in tenants))
         self._admission = Admission(Places(policies, 256), DeficitRounds(policies.weight), RetryAdvice())
-        self._slo = SloAdmission()
-        self._requests_per_s, self._seconds = requests_per_s, seconds
+        self._slo = SloAdmission(weight_of=policies.weight)
+        self._tenants, self._rates = tenants, [tenant.weight / tenant.size for tenant in tenants]
+        self._requests_per_s = requests_per_s * sum(self._rates) / sum(tenant.weight for tenant in tenants)
+        self._seconds = seconds
         self._targets, self._ttft_s, self._part_back = targets, ttft_s, part_back
         self._draw = random.Random(7)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -104,20 +131,24 @@ class Simulation:
         heapq.heappush(self._events, (when, next(self._numbers), happen))
 
     def _arrive(self) -> None:
-        size = min(self._draw.expovariate(1.0), 8.0)
+        tenant = self._tenants[0]
+        if len(self._tenants) > 1:
+            tenant = self._draw.choices(self._tenants, self._rates)[0]
+        size = tenant.size * min(self._draw.expovariate(1.0), 8.0)
         max_tokens = max(1, int(MAX_TOKENS * size))
         num_answer = max(1, int(max_tokens * self._draw.uniform(0.2, 1.0)))
         name = f"r{next(self._numbers)}"
-        self._ask(Request(name, max(1, int(PROMPT_TOKENS * size)), max_tokens, num_answer), returned=False)
+        num_prompt = max(1, int(PROMPT_TOKENS * size))
+        self._ask(Request(tenant.name, name, num_prompt, max_tokens, num_answer), returned=False)
         self._at(self.now + self._draw.expovariate(self._requests_per_s), self._arrive)
 
     def _ask(self, request: Request, *, returned: bool) -> None:
-        results, predicted = self.results, self._predict(request)
+        tenant, results, predicted = request.tenant, self.results, self._predict(request)
         results.num_returned += returned
         started = time.thread_time()
         try:
-            self._slo.check(TENANT, request.name, self._targets, predicted, self.now, best_effort=False)
-            self._admission.check_room(TENANT, self.now, num_tokens=request.num_tokens, request_id=request.name)
+            self._slo.check(tenant, request.name, self._targets, predicted, self.now, best_effort=False)
+            self._admission.check_room(tenant, self.now, num_tokens=request.num_tokens, request_id=request.name)
         except OverloadedError as error:
             results.num_refused += 1
             results.delays_s.append(error.retry_after_s)
@@ -127,20 +158,21 @@ class Simulation:
         finally:
             results.decisions_s.append(time.thread_time() - started)
         results.num_returned_let_in += returned
-        self._admission.got_in(TENANT, request.name)
+        results.tokens[tenant] += request.num_tokens
+        self._admission.got_in(tenant, request.name)
         number = next(self._numbers)
-        demand = Demand(TENANT, request.num_tokens)
+        demand = Demand(tenant, request.num_tokens)
         ticket = self._admission.enter(lambda: self._at(self.now, lambda: self._turns.append(number)), demand, self.now)
         self._waiting[number] = ticket, request, self.now, predicted.ttft_s
 
     def _predict(self, request: Request) -> Prediction:
-        demand, queue_s = Demand(TENANT, request.num_tokens), max(0.0, self._prefill_until - self.now)
+        demand, queue_s = Demand(request.tenant, request.num_tokens), max(0.0, self._prefill_until - self.now)
         prefill_s = request.num_prompt / PREFILL_TOKENS_PER_S
         free = self._free_tokens if self._num_prefills < MAX_PREFILLS else 0
         return Prediction(
             self._admission.wait_s(demand, free, self.now),
             Forecast(queue_s + prefill_s, STEP_S, queue_s=queue_s, prefill_s=prefill_s),
-            self._admission.tokens_per_s(TENANT, self.now),
+            self._admission.tokens_per_s(self.now),
             request.num_tokens,
             request.num_tokens,
         )
@@ -177,32 +209,48 @@ def capacity_per_s() -> float:
     return POOL_TOKENS / (2 * seconds) / (PROMPT_TOKENS + MAX_TOKENS)
 
 
+def _let_in(results: Results) -> str:
+    return f"{results.num_returned_let_in / results.num_returned:.1%}" if results.num_returned else "none"
+
+
 def row(load: float, name: str, results: Results, per_s: float, seconds: float) -> str:
     errors, delays = sorted(results.errors_s), results.delays_s
-    back = f"{results.num_returned_let_in / results.num_returned:.1%}" if results.num_returned else "none"
     told = f"{median(delays):.1f} / {max(delays):.0f}" if delays else "none"
     return (
         f"| {load:g}x | {name} | {results.num_in_time / seconds / per_s:.1%} "
-        f"| {results.num_in_time / max(1, len(errors)):.1%} | {results.num_refused} | {back} | {told} "
+        f"| {results.num_in_time / max(1, len(errors)):.1%} | {results.num_refused} | {_let_in(results)} | {told} "
         f"| {median(errors):.2f} / {errors[int(0.95 * len(errors))]:.2f} |"
+    )
+
+
+def row_of_three(load: float, name: str, results: Results, per_s: float, seconds: float) -> str:
+    shares = ", ".join(f"{100 * results.tokens[one.name] / results.tokens.total():.1f}" for one in THREE)
+    return (
+        f"| {load:g}x | {name} | {results.num_in_time / seconds / per_s:.1%} "
+        f"| {results.num_in_time / max(1, len(results.errors_s)):.1%} | {_let_in(results)} | {shares} |"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     seconds, per_s, target = 60.0 * options.minutes, capacity_per_s(), Targets(ttft_s=options.ttft)
-    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     decisions: list[float] = []
+
+    def run(load: float, targets: Targets, part_back: float, tenants: Sequence[Tenant]) -> Results:
+        results = Simulation(load * per_s, seconds, targets, options.ttft, part_back, tenants).run()
+        decisions.extend(results.decisions_s)
+        return results
+
+    print(_head(COLUMNS))
     for load in options.load:
-        for name, targets, part_back in (
-            ("none", NO_TARGETS, 0.0),
-            ("nobody comes back", target, 0.0),
-            ("half come back", target, 0.5),
-            ("all come back", target, 1.0),
-        ):
-            results = Simulation(load * per_s, seconds, targets, options.ttft, part_back).run()
-            decisions += results.decisions_s
-            print(row(load, name, results, per_s, seconds))
+        for name, targets, part_back in (("none", NO_TARGETS, 0.0), *((name, target, part) for name, part in BACK)):
+            print(row(load, name, run(load, targets, part_back, ONE), per_s, seconds))
+    total = sum(one.weight for one in THREE)
+    due = ", ".join(f"{one.name} ({100 * one.weight / total:.0f})" for one in THREE)
+    print(f"\n{_head((*COLUMNS_OF_THREE, f'% of tokens: {due}'))}")
+    for load in options.load:
+        for name, part_back in BACK:
+            print(row_of_three(load, name, run(load, target, part_back, THREE), per_s, seconds))
     decisions.sort()
     print(
         f"\nfirst token within {options.ttft:g} s; {per_s:.1f} requests a second can be served; {options.minutes:g} "
@@ -210,6 +258,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{1e6 * decisions[int(0.999 * len(decisions))]:.0f} us (p99.9)"
     )
     return 0
+
+
+def _head(columns: Sequence[str]) -> str:
+    return f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
 
 
 def _parser() -> argparse.ArgumentParser:

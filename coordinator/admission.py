@@ -54,10 +54,9 @@ class Admission:
         """Advice to one that waited for too long."""
         return self._advice.wait_s(tenant)
 
-    def tokens_per_s(self, tenant: str, now: float) -> float | None:
-        """The tenant's share of the tokens that found room lately while others lacked it; None while too few did."""
-        pace = self._pace.tokens_per_s(now)
-        return None if pace is None else pace * self._rounds.share(tenant)
+    def tokens_per_s(self, now: float) -> float | None:
+        """Tokens that found room lately while others lacked it; None while too few did."""
+        return self._pace.tokens_per_s(now)
 
     def wait_s(self, demand: Demand, num_tokens_free: int, now: float) -> float:
         """Predicted wait of one that came now, while nodes say they have room for `num_tokens_free` more: 0 where it is

@@ -86,11 +86,6 @@ class DeficitRounds:
         rounds = max(0, num_tokens - self._credit(tenant)) / self._quantum(tenant)
         return max(0.0, rounds * self._quantum(other) + self._credit(other))
 
-    def share(self, tenant: str) -> float:
-        """Its part of the turns, by weight, among those that wait and itself."""
-        others = sum(self._quantum(other) for other in self._waiting if other != tenant)
-        return self._quantum(tenant) / (self._quantum(tenant) + others)
-
     def _credit(self, tenant: str) -> int:
         """As of this round; leaves no account behind."""
         return self._account(tenant).credit if tenant in self._accounts else 0

@@ -106,7 +106,7 @@ class Placer:
         return Prediction(
             wait_s=self._admission.wait_s(demand, self._num_tokens_free(), now),
             forecast=self.forecast(),
-            tokens_per_s=self._admission.tokens_per_s(demand.tenant, now),
+            tokens_per_s=self._admission.tokens_per_s(now),
             num_tokens=demand.num_tokens,
             num_positions=self._state.num_positions,
         )

@@ -1,14 +1,17 @@
 """Whether a request can meet the latencies it was promised, and when it could. Pure; times are seconds of one clock.
 
 What cannot is refused at once, so that the cluster computes what is of use ("early rejection": Qin et al., "Mooncake",
-2024). Whoever was told to come back then finds room: newcomers keep clear of it.
+2024). Whoever was told to come back then finds room: newcomers keep clear of it. Times are told at
+the pace that is due to the tenant (`coordinator.dues`), and one that has had more than its part keeps clear of more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from coordinator.dues import Dues
 from coordinator.forecast import Forecast
 from coordinator.promises import MARGIN, MIN_RETRY_AFTER_S, Promises
 from coordinator.tenant_policy import TenantPolicy
@@ -17,6 +20,7 @@ from kvrelay.inference import GenerateRequest
 
 LEAD_S = 1.0  # room is kept from so long before the time told; more would leave it empty
 NEWCOMERS_PART = 0.8  # of its target within which a prediction must be while others were told to come back
+AHEAD_PART = 0.6  # the same where its tenant has had more, over weight, than one that is refused
 _MAX_TENANTS = 1_000  # whose promises are kept
 _SMOOTHING = 0.1  # weight of the newest answer's time in the running mean
 
@@ -52,7 +56,7 @@ class Prediction:
 
     wait_s: float  # in the coordinator, until a node has room
     forecast: Forecast | None  # from then on
-    tokens_per_s: float | None  # at which room comes free for its tenant
+    tokens_per_s: float | None  # at which room comes free, of all tenants'
     num_tokens: int  # that it wants: of the prompt, what is not cached
     num_positions: int  # of prompt and answers: the same whenever it comes
 
@@ -74,16 +78,38 @@ class Prediction:
         """With nothing beside it; 0 where that is not known."""
         return self.forecast.least_itl_s if self.forecast else 0.0
 
+
+class _Pace(NamedTuple):
+    """As `coordinator.promises` want it; what is called places there are positions here."""
+
+    positions_per_s: float | None
+
     def seconds_for(self, num_places: int, num_tokens: int, now: float) -> float | None:
-        """As a pace of `coordinator.promises`, whose places are tokens here."""
-        return num_tokens / self.tokens_per_s if self.tokens_per_s else None
+        return num_tokens / self.positions_per_s if self.positions_per_s else None
+
+    def seconds(self, num_positions: int) -> float:
+        return num_positions / self.positions_per_s if self.positions_per_s else 0.0
+
+    def times(self, part: float) -> _Pace:
+        return _Pace(self.positions_per_s and self.positions_per_s * part)
+
+
+class _Bounds(NamedTuple):
+    """Of what a request may take of its targets."""
+
+    part: float  # within which a prediction must be
+    kept_s: float  # of the wait, left to others
+    is_ahead: bool = False  # its tenant has had more than its part
 
 
 class SloAdmission:
     """Of one model."""
 
-    def __init__(self, on_refused: OnRefused = lambda target: None) -> None:
+    def __init__(
+        self, on_refused: OnRefused = lambda target: None, weight_of: Callable[[str], float] = lambda tenant: 1.0
+    ) -> None:
         self._on_refused = on_refused
+        self._dues = Dues(weight_of)
         self._promises: dict[str, Promises] = {}
         self._answer_s = 0.0  # from the first token to the last, in the mean of late
 
@@ -103,43 +129,69 @@ class SloAdmission:
     ) -> bool:
         """Whether the targets are in reach. Where they are not, raises OverloadedError that says when they will be,
         unless the request shall run all the same. `request_id` is the client's own, or empty."""
+        pace = _Pace(self._dues.positions_per_s(now) or prediction.tokens_per_s)
         promises = self._of(tenant)
-        kept = promises.num_kept(request_id, prediction, now, prediction.num_positions)
-        is_newcomer = len(promises) > 0 and not promises.waits_for(request_id, now)
-        part = NEWCOMERS_PART if is_newcomer else 1.0
-        refusal = _too_late(targets, prediction, part, kept) or self._too_slow(targets, prediction, part)
+        bounds = self._bounds(promises, tenant, request_id, prediction, pace, now)
+        refusal = _too_late(targets, prediction, bounds) or self._too_slow(targets, prediction, bounds)
         if refusal is None:
             promises.forget(request_id)
+            self._dues.let_in(tenant, prediction.num_tokens, prediction.num_positions, now)
             return True
         if best_effort:
             return False
-        delay_s = 0.0 if refusal.is_for_good else self._tell(promises, request_id, prediction, refusal, now)
+        delay_s = 0.0
+        if not refusal.is_for_good:
+            self._dues.refused(tenant, now)
+            delay_s = self._tell(promises, tenant, request_id, prediction, pace, refusal, now)
         self._on_refused(refusal.target)
         when = "ask for a longer one" if refusal.is_for_good else f"try again in about {delay_s:.1f} s"
         raise OverloadedError(f"the request {refusal.why}; {when}, or as best effort", retry_after_s=delay_s)
 
+    def _bounds(
+        self, own: Promises, tenant: str, request_id: str, prediction: Prediction, pace: _Pace, now: float
+    ) -> _Bounds:
+        """All that it has, of one that was told to come now. Others leave room to those, but for those of tenants that
+        have had more than their own, and stop sooner where their own has had more than another."""
+        num_kept = own.num_kept(request_id, pace, now, prediction.num_positions)
+        if own.waits_for(request_id, now):
+            return _Bounds(1.0, pace.seconds(num_kept))
+        num_kept += sum(
+            promises.num_kept("", pace, now)
+            for name, promises in self._promises.items()
+            if promises and promises is not own and not self._dues.is_behind(tenant, name, now)
+        )
+        if not any(map(len, self._promises.values())):
+            return _Bounds(1.0, 0.0)
+        is_ahead = self._dues.is_ahead(tenant, now)
+        return _Bounds(AHEAD_PART if is_ahead else NEWCOMERS_PART, pace.seconds(num_kept), is_ahead)
+
     def _tell(
-        self, promises: Promises, request_id: str, prediction: Prediction, refusal: _Refusal, now: float
+        self,
+        promises: Promises,
+        tenant: str,
+        request_id: str,
+        prediction: Prediction,
+        pace: _Pace,
+        refusal: _Refusal,
+        now: float,
     ) -> float:
-        guess_s = prediction.forecast.prefill_s if prediction.forecast else 0.0
         return promises.tell(
             request_id,
             prediction.num_positions,
-            prediction.num_tokens,
-            prediction,
-            guess_s,
+            prediction.num_positions,
+            pace.times(self._dues.part(tenant, now)),
+            prediction.forecast.prefill_s if prediction.forecast else 0.0,
             now,
             max(MIN_RETRY_AFTER_S, refusal.excess_s * MARGIN),
         )
 
-    def _too_slow(self, targets: Targets, prediction: Prediction, part: float) -> _Refusal | None:
+    def _too_slow(self, targets: Targets, prediction: Prediction, bounds: _Bounds) -> _Refusal | None:
         """Answers end at an even pace: for a step to take less by a part, about that part of them has to."""
         limit_s, itl_s = targets.itl_s, prediction.itl_s
-        if limit_s is None or itl_s <= limit_s * part:
+        if limit_s is None or itl_s <= limit_s * bounds.part:
             return None
-        why = (
-            f"would get a token every {_ms(itl_s)} on average, {_compared(itl_s, limit_s)} the {_ms(limit_s)} asked for"
-        )
+        compared = _compared(itl_s, limit_s, bounds)
+        why = f"would get a token every {_ms(itl_s)} on average, {compared} the {_ms(limit_s)} asked for"
         if prediction.least_itl_s > limit_s:
             return _Refusal("itl", f"{why}, with nothing beside it", 0.0, is_for_good=True)
         return _Refusal("itl", why, (1 - limit_s * NEWCOMERS_PART / itl_s) * self._answer_s)
@@ -161,23 +213,27 @@ class _Refusal:
     is_for_good: bool = False
 
 
-def _too_late(targets: Targets, prediction: Prediction, part: float, num_kept: int) -> _Refusal | None:
-    """`num_kept` tokens are left to others, though to no more than half of what may wait: they may not come."""
+def _too_late(targets: Targets, prediction: Prediction, bounds: _Bounds) -> _Refusal | None:
+    """No more than half of what may wait is left to others: they may not come."""
     limit_s, ttft_s = targets.ttft_s, prediction.ttft_s
     if limit_s is None:
         return None
-    kept_s = min(num_kept / prediction.tokens_per_s if prediction.tokens_per_s else 0.0, limit_s / 2)
-    if ttft_s + kept_s <= limit_s * part:
+    kept_s = min(bounds.kept_s, limit_s / 2)
+    if ttft_s + kept_s <= limit_s * bounds.part:
         return None
-    why = f"would get its first token in about {_s(ttft_s)}, {_compared(ttft_s, limit_s)} the {limit_s:g} s asked for"
+    compared = _compared(ttft_s, limit_s, bounds)
+    why = f"would get its first token in about {_s(ttft_s)}, {compared} the {limit_s:g} s asked for"
     if prediction.least_ttft_s > limit_s:
         why += f", {_s(prediction.least_ttft_s)} of them without any wait"
         return _Refusal("ttft", why, 0.0, is_for_good=True)
     return _Refusal("ttft", why, ttft_s + kept_s - limit_s * NEWCOMERS_PART)
 
 
-def _compared(predicted_s: float, limit_s: float) -> str:
-    return "more than" if predicted_s > limit_s else "too near, with others told to come back before it, to"
+def _compared(predicted_s: float, limit_s: float, bounds: _Bounds) -> str:
+    if predicted_s > limit_s:
+        return "more than"
+    whom = "tenants that have had less of their share" if bounds.is_ahead else "others told to come back before it"
+    return f"too near, with {whom}, to"
 
 
 def _s(seconds: float) -> str:

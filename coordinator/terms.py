@@ -38,7 +38,7 @@ class Terms:
         self._budgets = DailyBudgets(policies, clock, metrics)
         self._lengths = defaultdict[str, OutputLengths](partial(OutputLengths, config.reserve_quantile))  # by model
         self._reserves_expected = config.reserve == "expected"
-        self._slo = defaultdict[str, SloAdmission](partial(SloAdmission, metrics.refused))  # by model
+        self._slo = defaultdict[str, SloAdmission](partial(SloAdmission, metrics.refused, policies.weight))  # by model
 
     def check(self, request: GenerateRequest, tenant: str) -> None:
         """Raises InvalidRequestError for targets that make no sense, BudgetSpentError."""

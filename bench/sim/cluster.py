@@ -85,6 +85,7 @@ class Simulation:
             placing=setup.placing(),
             reserving=setup.reserving(),
             targets=setup.targets,
+            weight_of=setup.policies.weight,
             max_queue_wait_s=setup.max_queue_wait_s,
             ended=self._ended,
         )

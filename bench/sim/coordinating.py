@@ -43,6 +43,7 @@ class Coordinator:
         placing: Placing,
         reserving: Reserving,
         targets: Targets,
+        weight_of: Callable[[str], float],
         max_queue_wait_s: float,
         ended: Callable[[SimRequest], None],
     ) -> None:
@@ -57,7 +58,7 @@ class Coordinator:
         self._placing = placing
         self._reserving = reserving
         self._view = View(clock, shape, members, reserving)
-        self._door = Door(self._view, admission, placing, targets)
+        self._door = Door(self._view, admission, placing, targets, weight_of)
         self._max_queue_wait_s = max_queue_wait_s
         self._ended = ended
         self._will_look_again = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bench.sim.placing import Placing
 from bench.sim.request import Outcome, SimRequest
 from bench.sim.view import View
@@ -14,12 +16,14 @@ from kvrelay.errors import OverloadedError
 class Door:
     """All requests have the same targets."""
 
-    def __init__(self, view: View, admission: Admission, placing: Placing, targets: Targets) -> None:
+    def __init__(
+        self, view: View, admission: Admission, placing: Placing, targets: Targets, weight_of: Callable[[str], float]
+    ) -> None:
         self._view = view
         self._admission = admission
         self._placing = placing
         self._targets = targets
-        self._slo = SloAdmission()
+        self._slo = SloAdmission(weight_of=weight_of)
 
     def note_answer(self, seconds: float) -> None:
         """One took so long from its first token to its last."""
@@ -47,7 +51,7 @@ class Door:
         prediction = Prediction(
             wait_s=self._admission.wait_s(demand, self._view.num_tokens_free(), now),
             forecast=self._placing.forecast(request, self._view.known(request)),
-            tokens_per_s=self._admission.tokens_per_s(arrival.tenant, now),
+            tokens_per_s=self._admission.tokens_per_s(now),
             num_tokens=demand.num_tokens,
             num_positions=arrival.num_prompt + arrival.max_tokens,
         )

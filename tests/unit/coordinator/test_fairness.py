@@ -202,9 +202,7 @@ def test_what_others_get_before_a_tenants_last_is_known_within_a_round_and_a_req
         assert abs(had - tokens) <= 2 * QUANTUM * WEIGHTS[name] / WEIGHTS["c"] + 600
 
 
-def test_a_share_is_of_those_that_wait_and_a_look_leaves_no_account() -> None:
+def test_a_look_leaves_no_account() -> None:
     backlogs = Backlogs(b=[1], c=[1])
-    assert backlogs.rounds.share("a") == 100 / 350
-    assert backlogs.rounds.share("b") == 200 / 250
     assert backlogs.rounds.due_before("b", "a", 1_000) == 2_000
     assert backlogs.rounds.num_accounts == 2

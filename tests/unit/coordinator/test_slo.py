@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
@@ -112,7 +114,7 @@ def test_who_was_told_to_come_back_is_kept_room_and_newcomers_are_not() -> None:
     just_fits = prediction(wait_s=0.7)
     error = refused(slo, targets, just_fits, now=delay_s, request_id="new")
     assert "0.95 s, too near, with others told to come back before it, to the 1 s asked for" in error.message
-    assert check(slo, targets, just_fits, delay_s, request_id="other tenant's", tenant="b")
+    refused(slo, targets, just_fits, now=delay_s, request_id="other tenant's", tenant="b")
     assert check(slo, targets, prediction(wait_s=0.2), delay_s, request_id="newer"), "there is room for both"
     assert check(slo, targets, just_fits, delay_s, request_id="one")
 
@@ -125,6 +127,30 @@ def test_of_several_each_is_told_a_later_time() -> None:
     ]
     steps = [later - earlier for earlier, later in itertools.pairwise(delays)]
     assert steps == pytest.approx([1.0] * 4), "800 tokens at 1,000 a second, and a quarter more"
+
+
+def test_a_tenant_that_has_had_more_than_one_that_is_refused_keeps_clear_of_two_fifths_of_its_target() -> None:
+    slo, targets = SloAdmission(weight_of={"a": 1.0, "b": 3.0, "c": 1.0}.__getitem__), Targets(ttft_s=1.0)
+    for tenant, num_tokens in (("a", 100), ("b", 200)):
+        assert check(slo, targets, prediction(num_tokens=num_tokens), tenant=tenant)
+    refused(slo, targets, prediction(wait_s=2.0), tenant="b", request_id="one")
+    later = prediction(wait_s=0.4)
+    error = refused(slo, targets, later, now=0.1, tenant="a")
+    assert "0.65 s, too near, with tenants that have had less of their share, to the 1 s asked for" in error.message
+    assert check(slo, targets, prediction(wait_s=0.3), 0.1, tenant="a")
+    assert check(slo, targets, later, 0.1, tenant="b")
+    assert check(slo, targets, later, 0.1, tenant="c"), "it has had nothing"
+
+
+def test_each_tenant_is_told_times_at_the_pace_that_is_due_to_it() -> None:
+    weights = {"a": 3.0, "b": 1.0}
+    slo, targets = SloAdmission(weight_of=weights.__getitem__), Targets(ttft_s=1.0)
+    told = {tenant: list[float]() for tenant in weights}
+    for number, tenant in itertools.product(range(3), weights):
+        error = refused(slo, targets, prediction(2.0, num_tokens=600), tenant=tenant, request_id=f"r{number}")
+        told[tenant].append(error.retry_after_s)
+    for tenant, step in (("a", 600 / 750 * 1.25), ("b", 600 / 250 * 1.25)):
+        assert told[tenant][2] - told[tenant][1] == pytest.approx(step), tenant
 
 
 @pytest.mark.parametrize("own", [None, 0.5])
@@ -181,3 +207,74 @@ def test_at_twice_the_capacity_nine_of_ten_that_come_back_as_told_get_in_and_the
     assert outcomes["back, let in"] > 50
     assert outcomes["back, let in"] / (outcomes["back, let in"] + outcomes["back, refused"]) >= 0.9
     assert served / (rate * end) >= 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Tokens of a tenant's requests, all alike, and of all that it asks for in a second."""
+
+    weight: float
+    num_tokens: int
+    tokens_per_s: float
+
+
+KINDS = {"a": Kind(3.0, 100, 1_000.0), "b": Kind(2.0, 250, 667.0), "c": Kind(1.0, 900, 333.0)}
+RATE = 1_000.0  # tokens a second that the cluster gives, in order
+
+
+class Overload:
+    """Requests that want their first token within 2 s; nothing waits in the coordinator, all on the nodes. Who is
+    refused comes back when told to."""
+
+    def __init__(self, kinds: dict[str, Kind]) -> None:
+        self._slo = SloAdmission(weight_of=lambda tenant: kinds[tenant].weight)
+        self._kinds = kinds
+        self._draw = random.Random(7)
+        self._busy_until = 0.0
+        self.outcomes = Counter[str]()
+        self.tokens = Counter[str]()
+
+    def run(self, seconds: float) -> None:
+        numbers = itertools.count()
+        events = [(0.0, next(numbers), tenant, "") for tenant in self._kinds]
+        while events and events[0][0] <= seconds:
+            now, number, tenant, came_back = heapq.heappop(events)
+            kind = self._kinds[tenant]
+            if not came_back:
+                interval = self._draw.expovariate(kind.tokens_per_s / kind.num_tokens)
+                heapq.heappush(events, (now + interval, next(numbers), tenant, ""))
+            delay_s = self._ask(tenant, kind, came_back or f"r{number}", now, bool(came_back))
+            if delay_s > 0:
+                heapq.heappush(events, (now + delay_s, next(numbers), tenant, came_back or f"r{number}"))
+
+    def _ask(self, tenant: str, kind: Kind, name: str, now: float, came_back: bool) -> float:
+        queue_s = max(0.0, self._busy_until - now)
+        told = prediction(0.0, kind.num_tokens / RATE, queue_s, tokens_per_s=None, num_tokens=kind.num_tokens)
+        try:
+            check(self._slo, Targets(ttft_s=2.0), told, now, request_id=name, tenant=tenant)
+        except OverloadedError as error:
+            self.outcomes["back, refused" if came_back else "new, refused"] += 1
+            return error.retry_after_s
+        self.outcomes["back, let in" if came_back else "new, let in"] += 1
+        self._busy_until = max(self._busy_until, now) + kind.num_tokens / RATE
+        self.tokens[tenant] += kind.num_tokens
+        return 0.0
+
+
+def test_of_three_tenants_at_twice_the_capacity_each_gets_its_share_and_nine_of_ten_that_come_back_get_in() -> None:
+    overload = Overload(KINDS)
+    overload.run(300.0)
+    assert overload.tokens.total() >= 0.9 * RATE * 300
+    shares = {tenant: overload.tokens[tenant] / overload.tokens.total() for tenant in KINDS}
+    assert shares == pytest.approx({"a": 3 / 6, "b": 2 / 6, "c": 1 / 6}, rel=0.1)
+    outcomes = overload.outcomes
+    assert outcomes["back, let in"] > 50
+    assert outcomes["back, let in"] / (outcomes["back, let in"] + outcomes["back, refused"]) >= 0.9
+
+
+def test_what_a_tenant_does_not_ask_for_goes_to_the_others() -> None:
+    overload = Overload({**KINDS, "a": Kind(3.0, 100, 100.0)})
+    overload.run(300.0)
+    assert overload.tokens.total() >= 0.9 * RATE * 300
+    assert overload.tokens["a"] >= 0.9 * 100 * 300, "less than its share, so all of it"
+    assert overload.tokens["b"] == pytest.approx(2 / 3 * (overload.tokens.total() - overload.tokens["a"]), rel=0.1)

@@ -1,0 +1,101 @@
+"""What each tenant is due while not everyone can be let in: its part, by weight, of what is. Pure; times are seconds of
+one clock.
+
+What was let in is remembered for about half a minute, tenant by tenant. Tenants that were refused a moment ago want
+more than they get. What the others take, they take; the rest is due, by weight, to those that want more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.queue_wait import AdmittedPace
+
+MEMORY_S = 30.0  # what was let in so long ago counts 1/e
+WANTS_S = 5.0  # a tenant wants more for so long after a refusal
+TOLERANCE = 0.05  # what a tenant may have more than another, over weight, and still not be ahead of it
+_MAX_TENANTS = 1_000  # whose tokens are remembered
+
+
+@dataclass(slots=True)
+class _Account:
+    """Tokens let in, as of `at`; older ones count less."""
+
+    tokens: float = 0.0
+    at: float = 0.0
+
+    def now(self, now: float) -> float:
+        return self.tokens * math.exp(min(0.0, self.at - now) / MEMORY_S)
+
+    def add(self, num_tokens: int, now: float) -> None:
+        self.tokens, self.at = self.now(now) + num_tokens, now
+
+
+class Dues:
+    """`weight_of` gives a tenant's weight. Each call takes O(tenants that want more)."""
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._accounts: dict[str, _Account] = {}
+        self._all = _Account()
+        self._wanting: dict[str, float] = {}  # until when; the longest unheard of first
+        self._pace = AdmittedPace()
+
+    def let_in(self, tenant: str, num_tokens: int, num_positions: int, now: float) -> None:
+        """`num_tokens` are what it is charged, `num_positions` what the pace is told in."""
+        self._pass_on(now)
+        self._of(tenant).add(num_tokens, now)
+        self._all.add(num_tokens, now)
+        self._pace.admitted(num_positions, now)
+
+    def refused(self, tenant: str, now: float) -> None:
+        """A request that would have been let in at another time."""
+        self._pass_on(now)
+        self._pace.begin(now)
+        self._wanting.pop(tenant, None)
+        self._wanting[tenant] = now + WANTS_S
+
+    def positions_per_s(self, now: float) -> float | None:
+        """Let in, of all tenants', while some want more; None while too few were."""
+        self._pass_on(now)
+        return self._pace.tokens_per_s(now)
+
+    def part(self, tenant: str, now: float) -> float:
+        """Of all that is let in, what the tenant is due if it wants more."""
+        self._pass_on(now)
+        wanting = {*self._wanting, tenant}
+        total = self._all.now(now)
+        theirs = min(1.0, sum(self._had(name, now) for name in wanting) / total) if total else 1.0
+        return theirs * self._weight_of(tenant) / sum(map(self._weight_of, wanting))
+
+    def is_ahead(self, tenant: str, now: float) -> bool:
+        """Another wants more and has had less, over weight."""
+        self._pass_on(now)
+        return any(self.is_behind(name, tenant, now) for name in self._wanting if name != tenant)
+
+    def is_behind(self, tenant: str, other: str, now: float) -> bool:
+        """It wants more and has had less than the other, over weight."""
+        self._pass_on(now)
+        if tenant not in self._wanting:
+            return False
+        had, limit = self._had(tenant, now), self._had(other, now)
+        return had / self._weight_of(tenant) * (1 + TOLERANCE) < limit / self._weight_of(other)
+
+    def _had(self, tenant: str, now: float) -> float:
+        return self._accounts[tenant].now(now) if tenant in self._accounts else 0.0
+
+    def _pass_on(self, now: float) -> None:
+        while self._wanting and (until := next(iter(self._wanting.values()))) < now:
+            del self._wanting[next(iter(self._wanting))]
+            if not self._wanting:
+                self._pace.end(until)
+
+    def _of(self, tenant: str) -> _Account:
+        """Of many tenants the one that was longest not let in is forgotten."""
+        account = self._accounts.pop(tenant, None) or _Account()
+        self._accounts[tenant] = account
+        if len(self._accounts) > _MAX_TENANTS:
+            del self._accounts[next(iter(self._accounts))]
+        return account
