@@ -131,7 +131,7 @@ class Cluster(RuleBasedStateMachine):
             while node.running:
                 node.pool.release(node.running.pop())
             node.compute([self.new_block()])  # what was lost last is missed when there is more to say
-        self.now += ASK_AGAIN_S
+        self.now += 2 * ASK_AGAIN_S  # once would be a little less in floating point
         for node in self.nodes:
             for told in node.on_the_way:
                 self.deliver(node, told)
