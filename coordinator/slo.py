@@ -15,7 +15,7 @@ from coordinator.dues import Dues
 from coordinator.forecast import Forecast
 from coordinator.promises import MARGIN, MIN_RETRY_AFTER_S, Promises
 from coordinator.tenant_policy import TenantPolicy
-from kvrelay.errors import OverloadedError
+from kvrelay.errors import OverloadedError, TargetOutOfReachError
 from kvrelay.inference import GenerateRequest
 
 LEAD_S = 1.0  # room is kept from so long before the time told; more would leave it empty
@@ -127,8 +127,8 @@ class SloAdmission:
         *,
         best_effort: bool,
     ) -> bool:
-        """Whether the targets are in reach. Where they are not, raises OverloadedError that says when they will be,
-        unless the request shall run all the same. `request_id` is the client's own, or empty."""
+        """Whether the targets are in reach. Where they are not, raises OverloadedError that says when they will be, or
+        TargetOutOfReachError, unless the request shall run all the same. `request_id` is the client's own, or empty."""
         pace = _Pace(self._dues.positions_per_s(now) or prediction.tokens_per_s)
         promises = self._of(tenant)
         bounds = self._bounds(promises, tenant, request_id, prediction, pace, now)
@@ -144,7 +144,9 @@ class SloAdmission:
             self._dues.refused(tenant, now)
             delay_s = self._tell(promises, tenant, request_id, prediction, pace, refusal, now)
         self._on_refused(refusal.target)
-        when = "ask for a longer one" if refusal.is_for_good else f"try again in about {delay_s:.1f} s"
+        if refusal.is_for_good:
+            raise TargetOutOfReachError(f"the request {refusal.why}; ask for a longer one, or as best effort")
+        when = f"try again in about {delay_s:.1f} s"
         raise OverloadedError(f"the request {refusal.why}; {when}, or as best effort", retry_after_s=delay_s)
 
     def _bounds(

@@ -101,6 +101,13 @@ class BudgetSpentError(OverloadedError):
     code = "budget_spent"
 
 
+class TargetOutOfReachError(OverloadedError):
+    """No node, with nothing beside the request, would keep the target it names: the same one need not be sent again."""
+
+    code = "target_out_of_reach"
+    retryable = False
+
+
 class UnavailableError(KVRelayError):
     """A peer is gone, not ready or draining."""
 

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster import NodeRates
-from kvrelay.errors import BudgetSpentError, InvalidRequestError, OverloadedError, PromptTooLongError
+from kvrelay.errors import (
+    BudgetSpentError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    TargetOutOfReachError,
+)
 from tests.support.coordinator_ends import Ends, ends, greedy
 from tests.support.fake_nodes import ANSWER_IDS
 
@@ -64,9 +70,11 @@ async def test_what_would_come_too_late_is_refused_without_asking_a_node_and_ser
 
 async def test_a_target_that_no_wait_brings_in_reach_is_refused_without_a_time() -> None:
     async with measured() as cluster:
-        with pytest.raises(OverloadedError, match=r"0\.1 s of them without any wait; ask for a longer one") as refused:
+        why = r"0\.1 s of them without any wait; ask for a longer one"
+        with pytest.raises(TargetOutOfReachError, match=why) as refused:
             await cluster.ask(ttft_target_s=0.05)
         assert refused.value.retry_after_s == 0
+        assert not refused.value.retryable
 
 
 async def test_the_pace_of_tokens_has_a_target_too() -> None:

@@ -23,6 +23,7 @@ from kvrelay.errors import (
     OverloadedError,
     PromptTooLongError,
     StaleError,
+    TargetOutOfReachError,
     UnavailableError,
 )
 from kvrelay.types import InstanceId
@@ -103,6 +104,7 @@ NO_FAULT = {
     CancelledError,
     NotFoundError,
     StaleError,
+    TargetOutOfReachError,
     AlreadyCommittedError,
     BadLogitsError,
     DeadlineError,

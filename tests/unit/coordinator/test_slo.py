@@ -84,6 +84,7 @@ def test_the_refusal_has_prediction_target_and_a_time_to_come_back() -> None:
 def test_what_no_wait_brings_in_reach_is_told_so_and_no_time() -> None:
     error = refused(SloAdmission(), Targets(ttft_s=0.2), prediction(wait_s=2.0, queue_s=1.0))
     assert error.retry_after_s == 0
+    assert not error.retryable
     assert "in about 3.2 s, more than the 0.2 s asked for, 0.25 s of them without any wait" in error.message
     assert "ask for a longer one, or as best effort" in error.message
 
@@ -93,7 +94,7 @@ def test_a_step_that_takes_too_long_by_itself_gets_no_shorter_by_coming_back() -
     slo.note_answer(10.0)
     forecast = Forecast(ttft_s=0.25, itl_s=0.02, prefill_s=0.25, least_itl_s=0.02)
     error = refused(slo, Targets(itl_s=0.015), Prediction(0.0, forecast, 1_000.0, 100, 100))
-    assert error.retry_after_s == 0
+    assert (error.retry_after_s, error.retryable) == (0, False)
     assert error.message == (
         "the request would get a token every 20 ms on average, more than the 15 ms asked for, with nothing beside it; "
         "ask for a longer one, or as best effort"
