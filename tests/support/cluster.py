@@ -7,6 +7,7 @@ test shows. Coordinator and kvstore are started with torch made unimportable, wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
@@ -43,13 +44,26 @@ BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ct
 
 def free_port() -> int:
     """A port nobody listens on now, for a role that must come back on the same one. It is none that the system gives to
-    outgoing connections: one of those might have it when the role starts."""
-    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = secrets.choice(range(first_outgoing // 2, first_outgoing))
+    outgoing connections, which might have it when the role starts, and none that this process or another worker of
+    these tests was given for a role that is yet to start."""
+    for port in _PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("there is always another port")
+
+
+def _ports() -> Iterator[int]:
+    """The lower ports in turn, over and over: each of pytest-xdist's workers has a part of them."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    own = range(first_outgoing // 2 + worker, first_outgoing, num_workers)
+    start = secrets.randbelow(len(own))  # other runs on this machine are elsewhere
+    return itertools.cycle((*own[start:], *own[:start]))
+
+
+_PORTS = _ports()
 
 
 def sum_of_samples(text: str, name: str, labels: Mapping[str, str]) -> float:
