@@ -230,12 +230,12 @@ class Client:
             keep_s=keep_s,
             timeout_s=timeout_s,
         )
-        turn = asyncio.Lock()  # a wait that was interrupted may still be ending its call when the answer is left
+        turns = _Turns(events)
         try:
-            while (event := self._wait(_next(events, turn))) is not None:
+            while (event := self._wait(turns.next())) is not None:
                 yield event
         finally:
-            self._wait(_close(events, turn))
+            self._wait(turns.close())
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> tuple[int, ...]:
         return self._wait(self._client.tokenize(prompt, model=model))
@@ -267,14 +267,26 @@ class Client:
             raise
 
 
-async def _next(events: AsyncGenerator[AnswerEvent, None], turn: asyncio.Lock) -> AnswerEvent | None:
-    async with turn:
-        return await anext(events, None)
+class _Turns:
+    """One after another on an answer: Ctrl-C may end a wait at any instruction, and leave the next event waited for
+    when the answer is left."""
 
+    def __init__(self, events: AsyncGenerator[AnswerEvent, None]) -> None:
+        self._events = events
+        self._lock = asyncio.Lock()
+        self._waiting: asyncio.Task[object] | None = None
 
-async def _close(events: AsyncGenerator[AnswerEvent, None], turn: asyncio.Lock) -> None:
-    async with turn:
-        await events.aclose()
+    async def next(self) -> AnswerEvent | None:
+        """None at the end."""
+        self._waiting = asyncio.current_task()
+        async with self._lock:
+            return await anext(self._events, None)
+
+    async def close(self) -> None:
+        if self._waiting is not None and not self._waiting.cancelling():  # a second time would cut short how it ends
+            self._waiting.cancel()
+        async with self._lock:
+            await self._events.aclose()
 
 
 async def _make(address: str | Sequence[str], timeout_s: float) -> AsyncClient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -48,3 +48,30 @@ def test_ctrl_c_while_it_waits_is_what_the_caller_gets_once_the_request_is_cance
     with pytest.raises(KeyboardInterrupt):
         next(events)
     assert cancelled == ["mine"]
+
+
+def test_an_answer_is_left_although_nobody_cancelled_the_wait_for_its_next_event(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C came when the wait had begun and its caller did not know of it yet."""
+    ended: list[str] = []
+
+    async def answer(*args: Any, **kwargs: Any) -> AsyncGenerator[AnswerEvent, None]:
+        yield ACCEPTED
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("mine")
+
+    def interrupted(work: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(work, client._loop)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client._client, "generate", answer)
+    events = client.generate(TextPrompt("hello"))
+    assert next(events) == ACCEPTED
+    monkeypatch.setattr(client, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(events)
+    assert ended == ["mine"]
