@@ -24,27 +24,6 @@ from kvrelay.types import InstanceId
 NUM_CLOSE = 2  # prefill nodes that are tried with a decode node: links make less of a difference than queues
 
 
-def rank_pairs(
-    prefill: Sequence[Member],
-    decode: Sequence[Member],
-    work: Work,
-    *,
-    suspects: Collection[Party] = (),
-    avoid: Collection[Party] = (),
-    num_blocks_now: Callable[[Member], int] | None = None,
-    local_tail_tokens: int = 0,
-) -> list[Pair]:
-    """The best pair of each of the best decode nodes, the one to ask first in front; where one token is all that is
-    wanted, the best prefill nodes. Empty where no node could ever hold it. As `PairCosts`."""
-    return PairCosts(
-        *(prefill, decode, work),
-        suspects=suspects,
-        avoid=avoid,
-        num_blocks_now=num_blocks_now,
-        local_tail_tokens=local_tail_tokens,
-    ).ranked()
-
-
 class PairCosts:
     """Of one answer, at one moment."""
 
@@ -85,7 +64,8 @@ class PairCosts:
         return any(has_slot(one) for one in self._prefill)
 
     def ranked(self) -> list[Pair]:
-        """As rank_pairs."""
+        """The best pair of each of the best decode nodes, the one to ask first in front; where one token is all that is
+        wanted, the best prefill nodes. Empty where no node could ever hold it."""
         if self.work.num_left == 1 and not self.outgrown:
             return [self._prices.alone(member) for member in self._best_prefill]
         pairs = [pair for member in self._rank_decode() if (pair := self.pair_with(member)) is not None]

@@ -16,7 +16,7 @@ from coordinator.forecast import Work, forecast_handoff, forecast_tail
 from coordinator.foresight import Foresight, Foretold, Way
 from coordinator.members import Member
 from coordinator.pair import Pair
-from coordinator.pair_cost import PairCosts, rank_pairs
+from coordinator.pair_cost import PairCosts
 from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
@@ -27,6 +27,10 @@ FULL = {"free": 0, "cached": 1_000}  # of a decode node's blocks
 def work(num_tokens: int = 1_000, num_left: int = 100, **changes: Any) -> Work:
     caches = {"cached_prefill": {}, "cached_decode": {}, **changes}
     return Work(num_tokens, num_tokens + num_left, BLOCK_TOKENS, BLOCK_BYTES, **caches)
+
+
+def rank_pairs(*args: Any, **settings: Any) -> list[Pair]:
+    return PairCosts(*args, **settings).ranked()
 
 
 def name(member: Member | None) -> str:
