@@ -33,7 +33,7 @@ up: $(INSTALLED)  ## start a cluster; ARGS="--prefill 2 --decode 2" for other sh
 test: $(INSTALLED)  ## run every test that needs no GPU, two files at a time; TESTS=tests/unit for some
 	@$(BIN)/kvrelay fetch-model
 	$(BIN)/python scripts/run_tests.py -m "not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
-	$(BIN)/python -m pytest -m "not gpu and alone" $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
+	$(BIN)/python scripts/run_tests.py -m "not gpu and alone" $(TESTS) $(ARGS) || test $$? -eq $(NOTHING_COLLECTED)
 
 test-gpu: $(INSTALLED)  ## run the tests that need a GPU, and the kernels' own on it
 	@$(BIN)/kvrelay fetch-model

@@ -1,4 +1,4 @@
-"""Runs pytest as told; tests that failed beside others get one more run with nothing beside them.
+"""Runs pytest as told; a few tests that failed get one more run with nothing beside them.
 
 A test that fails only on a machine that does much else at the time is a bug of the test, but none of the change that
 happens to be tried then. So when at most MAX_FLAKY tests fail, in their setup or body, exactly these run once more, in
@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
     if not worth_another_run(exit_code, failures.phases):
         return exit_code
     again = list(failures.phases)
-    print(f"\n{len(again)} failed beside others; once more, with nothing beside:", *again, sep="\n  ", flush=True)
+    print(f"\n{len(again)} failed; once more, with nothing beside:", *again, sep="\n  ", flush=True)
     second = subprocess.run([sys.executable, "-m", "pytest", *again])
     if second.returncode == pytest.ExitCode.OK:
-        print(f"\n{'!' * 100}\nFLAKY (failed once under load, passed alone; each is a bug):", *again, sep="\n  ")
+        print(f"\n{'!' * 100}\nFLAKY (failed once, passed at the second try; each is a bug):", *again, sep="\n  ")
         print("!" * 100, flush=True)
     return second.returncode
 

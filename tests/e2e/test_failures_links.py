@@ -31,10 +31,10 @@ from tests.support.in_flight import (
     Stage,
     flight,
     make_prompt,
-    until,
 )
 from tests.support.link_faults import Direction
 from tests.support.proxied_cluster import ProxiedCluster
+from tests.support.stored import until_stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -139,10 +139,10 @@ async def test_a_block_that_the_store_sends_corrupt_is_counted_and_computed(
     store, prompt_ids = cluster.store, make_prompt(PROMPT_TOKENS, next(seeds))
     assert store is not None
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=1)
-    taken = store.metric("kvrelay_store_blocks", tier="memory")
     first = InFlight(Stage.AT_END, prompt_ids, sampling).start(client)
     await right_answer(first, reference, retries=0)
-    await until(lambda: store.metric("kvrelay_store_blocks", tier="memory") >= taken + 7, "an offload")
+    assert first.finished is not None
+    await until_stored(store, first.finished)
     nodes = [*cluster.prefill, *cluster.decode]  # what they cache themselves they would not ask the store for
     await asyncio.gather(*(asyncio.to_thread(node.stop) for node in nodes))
     await asyncio.gather(*(asyncio.to_thread(node.restart) for node in nodes))

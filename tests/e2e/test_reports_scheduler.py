@@ -23,6 +23,7 @@ from kvrelay.rpc.channel import open_channel
 from tests.support.answers import Answer, ask, collect, wait_until_quiet
 from tests.support.cluster import Cluster, running
 from tests.support.reference import ReferenceEngine
+from tests.support.stored import until_stored
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_requests import (
     answer_or_error,
@@ -31,7 +32,6 @@ from tests.support.tiny_requests import (
     expected,
     greedy,
     random_prompt,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -40,6 +40,7 @@ MAX_MODEL_LEN = 900
 NUM_BLOCKS = 64  # 1,024 tokens: whatever the model takes fits
 CHUNK_TOKENS = 64
 MAX_QUEUE = 32
+BURST_TOKENS = 60  # so many that 200 requests come sooner than they can be served
 NUM_NODES = 2  # that compute
 
 
@@ -104,7 +105,7 @@ async def test_a_burst_is_refused_beyond_the_queue_and_health_answers_all_the_wh
     rejected = cluster.coordinator.metric("kvrelay_errors_total", code=OverloadedError.code)
     num_queued, worst_health_s = 0, 0.0
     prompts = [random_prompt(40, 6000 + number) for number in range(200)]
-    asking = [asyncio.create_task(answer_or_error(client, prompt_ids, 6)) for prompt_ids in prompts]
+    asking = [asyncio.create_task(answer_or_error(client, prompt_ids, BURST_TOKENS)) for prompt_ids in prompts]
     while not all(task.done() for task in asking):
         worst_health_s = max(worst_health_s, await health_takes_s(cluster))
         num_queued = max(num_queued, (await client.status()).num_queued)
@@ -117,7 +118,9 @@ async def test_a_burst_is_refused_beyond_the_queue_and_health_answers_all_the_wh
     assert 200 - len(refused) >= MAX_QUEUE
     assert worst_health_s < 5.0  # on cores that the whole burst and every role share
     for prompt_ids, outcome in zip(prompts, outcomes, strict=True):
-        assert isinstance(outcome, OverloadedError) or outcome_ids(outcome) == expected(reference, prompt_ids, 6)
+        assert isinstance(outcome, OverloadedError) or outcome_ids(outcome) == expected(
+            reference, prompt_ids, BURST_TOKENS
+        )
 
 
 def outcome_ids(outcome: Answer | KVRelayError) -> tuple[int, ...]:
@@ -140,12 +143,8 @@ async def test_a_request_that_needs_most_of_the_pool_hides_nobody_who_holds_bloc
     behind it held. Here the head needs 50 of 64 blocks while the other loads 30 from the store."""
     stored = random_prompt(480, 9000)
     assert cluster.store is not None
-    store = cluster.store
-    before = store.metric("kvrelay_store_blocks", tier="memory")
-    await ask(client, stored, greedy(2))
-    await wait_until(
-        lambda: store.metric("kvrelay_store_blocks", tier="memory") >= before + 30, 60.0, "all its blocks are stored"
-    )
+    first = await ask(client, stored, greedy(2))
+    await until_stored(cluster.store, first.finished)
     for number in range(3):  # evicts it from both pools
         await ask(client, random_prompt(880, 9100 + number), greedy(2))
     head = random_prompt(795, 9200)

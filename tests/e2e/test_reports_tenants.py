@@ -3,7 +3,6 @@ test names its source."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 from kvrelay.client import AsyncClient
 from kvrelay.errors import InvalidRequestError
 from kvrelay.kv.remote_admin import StoreAdmin
-from kvrelay.types import BlockHash
 from tests.support.answers import Answer, ask, wait_until_quiet
 from tests.support.cluster import Cluster, RoleProcess, running
 from tests.support.reference import ReferenceEngine
 from tests.support.soak import TIMEOUT_S
+from tests.support.stored import stored_hashes, until_stored
 from tests.support.tiny_requests import expected, greedy, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT_S)]
@@ -26,7 +25,6 @@ TENANTS = ("acme", "umbrella")
 NUM_NODES = 2
 NUM_TOKENS = 330  # 20 full blocks of 16; the last of a prompt's blocks is always computed
 NUM_CACHED = 320
-STORED_S = 60.0
 ALWAYS_LOAD = ["--prefix-load", "always"]  # a model as small as this computes faster than it loads
 
 
@@ -73,25 +71,12 @@ def restart(*roles: RoleProcess) -> None:
         role.wait_ready()
 
 
-async def stored_hashes(cluster: Cluster) -> set[BlockHash]:
-    assert cluster.store is not None
-    async with StoreAdmin(cluster.store.address) as admin:
-        return {block.block_hash async for block in admin.list()}
-
-
 async def tenant_of(cluster: Cluster, answer: Answer) -> str:
     """Whose quota the prompt's last full block uses."""
     assert cluster.store is not None
     async with StoreAdmin(cluster.store.address) as admin:
         [tenant] = {b.tenant async for b in admin.list() if b.block_hash == answer.finished.prefix_hash}
     return tenant
-
-
-async def until_stored(cluster: Cluster, answer: Answer) -> None:
-    """Until the store, which gets blocks in the background, has the prompt's last full one."""
-    async with asyncio.timeout(STORED_S):
-        while answer.finished.prefix_hash not in await stored_hashes(cluster):
-            await asyncio.sleep(0.05)
 
 
 def cached(answer: Answer) -> int:
@@ -112,7 +97,7 @@ async def test_another_tenant_never_finds_a_prompt_wherever_it_lies(
     for guess in guesses:
         answer = await ask(umbrella, prompt_ids, greedy(4), **guess)
         assert (cached(answer), answer.token_ids) == (0, wanted), f"in the nodes' pools, {guess}"
-    await until_stored(cluster, first)
+    await until_stored(cluster.store, first.finished)
 
     restart(*cluster.prefill, *cluster.decode)  # their pools are gone: what is found now is in the store
     await wait_until_quiet(acme, NUM_NODES)
@@ -136,12 +121,12 @@ async def test_the_store_keeps_one_prompt_of_two_tenants_under_different_keys(
 ) -> None:
     """sglang#37160: look-ups and stores had no field for the salt."""
     prompt_ids = random_prompt(NUM_TOKENS, 2)
-    before = await stored_hashes(cluster)
+    before = await stored_hashes(cluster.store)
     ours, theirs = await ask(acme, prompt_ids, greedy(2)), await ask(umbrella, prompt_ids, greedy(2))
-    await until_stored(cluster, ours)
-    await until_stored(cluster, theirs)
+    await until_stored(cluster.store, ours.finished)
+    await until_stored(cluster.store, theirs.finished)
     assert ours.finished.prefix_hash != theirs.finished.prefix_hash
-    assert len(await stored_hashes(cluster) - before) == 2 * (NUM_TOKENS // 16)
+    assert len(await stored_hashes(cluster.store) - before) == 2 * (NUM_TOKENS // 16)
     assert {await tenant_of(cluster, answer) for answer in (ours, theirs)} == set(TENANTS)
 
 

@@ -12,7 +12,7 @@ import pytest
 from scripts.run_tests import worth_another_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run_tests.py"
-FLAKY = "FLAKY (failed once under load, passed alone; each is a bug):"
+FLAKY = "FLAKY (failed once, passed at the second try; each is a bug):"
 
 ONCE = """
 from pathlib import Path
