@@ -25,8 +25,8 @@ class StructureKind(StrEnum):
 class StructuredOutput:
     """The whole answer conforms to it, unless it is cut at max_tokens or by a stop string.
 
-    `text` is the schema as JSON, the regular expression, or the grammar in Lark's notation or GBNF; empty for JSON_OBJECT and
-    CHOICE. `choices` are the texts that CHOICE allows, and empty for every other kind.
+    `text` is the schema as JSON, the regular expression, or the grammar in Lark's notation or GBNF; empty for
+    JSON_OBJECT and CHOICE. `choices` are the texts that CHOICE allows, and empty for every other kind.
     """
 
     kind: StructureKind
