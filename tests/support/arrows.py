@@ -64,6 +64,7 @@ RANKS = {
     "kvrelay.local_cluster": 7,
     "kvrelay.progress_bar": 7,
     "kvrelay.plan": 7,
+    "kvrelay.planned_roles": 7,
     "kvrelay.role_process": 7,
     "kvrelay.store_chains": 7,
     "kvrelay.store_command": 7,
