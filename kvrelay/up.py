@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable, "-m", "kvrelay.cli")) -> int:
+def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable, "-m", "kvrelay")) -> int:
     """Starts the cluster and stays until a signal; the exit status. `command` starts a role named by its next argument.
 
     Raises KVRelayError when something is wrong before the first process starts.
@@ -172,4 +172,4 @@ def _program() -> str:
     if shutil.which("kvrelay"):
         return "kvrelay"
     called = Path(sys.argv[0])
-    return os.path.relpath(called) if called.name == "kvrelay" else f"{sys.executable} -m kvrelay.cli"
+    return os.path.relpath(called) if called.name == "kvrelay" else f"{sys.executable} -m kvrelay"

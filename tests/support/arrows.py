@@ -51,6 +51,7 @@ RANKS = {
     "kvrelay.engine": 5,
     **dict.fromkeys(ROLES, 6),
     # Commands: nothing imports them but each other.
+    "kvrelay.__main__": 7,
     "kvrelay.answer_printer": 7,
     "kvrelay.ask": 7,
     "kvrelay.cancel": 7,
