@@ -33,11 +33,12 @@ class TenantPolicy:
     itl_s: float = 0.0  # the same, between two tokens
     max_prompt_tokens: int = 0
     daily_tokens: int = 0  # of prompts and answers, each day of UTC; 0: no budget
+    max_open: int = 0  # answers that wait or are computed at a time
 
     def __post_init__(self) -> None:
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
             raise ConfigError(f"weight is {self.weight:g}; allowed is {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-        for name in ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens"):
+        for name in ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens", "max_open"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value:g}; allowed is at least 0, where 0 sets no bound")
