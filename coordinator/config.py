@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.model_list import add_model, parse_models
 from coordinator.prefix_index import MAX_BLOCKS
+from coordinator.prompt_limits import PromptLimits, parse_tokens_by_model
 from coordinator.tenant_policy import parse_policies
 from kvrelay.config import MAX_PORT, RoleConfig, option
 from kvrelay.errors import ConfigError
@@ -37,10 +38,15 @@ class CoordinatorConfig(RoleConfig):
         "tenants' shares and bounds, as NAME:KEY=VALUE,... with semicolons between; * is everyone not named. Keys: "
         "weight (of the share of tokens while others wait, 1), max_queued, max_queued_tokens, max_wait_s (0: as for "
         "all), priority (of requests that name none, -100 to 100, 0), ttft_s and itl_s (targets of requests that name "
-        "none, 0: none), max_prompt_tokens, daily_tokens (of prompts and answers, a day of UTC), max_open (answers "
-        "that wait or are computed; 0: no bound)",
+        "none, 0: none), max_prompt_tokens and max_prompt_tokens@MODEL (for that model instead), daily_tokens (of "
+        "prompts and answers, a day of UTC), max_open (answers that wait or are computed; 0: no bound)",
     )
     max_prompt_tokens: int = option(0, "longest prompt that is taken; 0: what the model takes", minimum=0)
+    max_prompt_tokens_by_model: str = option(
+        "",
+        "longest prompt that is taken of single models, in place of max_prompt_tokens, as NAME=TOKENS with semicolons "
+        "between; 0: what the model takes",
+    )
     reserve: str = option(
         "full",
         "KV set aside for an answer when it is admitted: full is for all of max_tokens (or as decode nodes are set), "
@@ -131,6 +137,15 @@ class CoordinatorConfig(RoleConfig):
             raise ConfigError("--model is missing: a GGUF file or a Hugging Face directory; or several by --models")
         return paths
 
+    def prompt_limits(self) -> PromptLimits:
+        """What holds for every tenant. Raises ConfigError."""
+        try:
+            limits = PromptLimits(self.max_prompt_tokens, parse_tokens_by_model(self.max_prompt_tokens_by_model))
+            limits.check_models(self.model_paths())
+        except ConfigError as error:
+            raise ConfigError(f"max_prompt_tokens_by_model: {error.message}") from error
+        return limits
+
     def check(self) -> None:
         """Raises ConfigError where fields contradict each other."""
         self.model_paths()
@@ -140,7 +155,10 @@ class CoordinatorConfig(RoleConfig):
                 "cluster_port is missing: with api_keys_file or jwks_file every call at port is checked, and nodes, "
                 "which have no keys, join by a port of their own"
             )
-        parse_policies(self.tenants).check_within(self.max_queue, self.max_queue_wait_s)
+        policies = parse_policies(self.tenants)
+        policies.check_within(self.max_queue, self.max_queue_wait_s)
+        policies.check_models(self.model_paths())
+        self.prompt_limits()
 
     def _check_tokens(self) -> None:
         for name, value in (

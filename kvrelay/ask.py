@@ -226,4 +226,5 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument(
         "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to a token's logit; may be repeated"
     )
+    parser.set_defaults(structured=None)
     return parser

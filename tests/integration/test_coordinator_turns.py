@@ -155,7 +155,7 @@ async def test_tenants_that_nobody_can_prove_to_be_are_told_of(caplog: pytest.Lo
     warnings = [record.message for record in caplog.records if record.name == "coordinator.main"]
     assert warnings == [
         "tenants names acme, but no call is authenticated, so all are of tenant 'default': the places that these "
-        "are owed stay empty"
+        "are owed stay empty; api_keys_file or jwks_file would tell them apart"
     ]
 
 

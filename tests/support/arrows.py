@@ -13,6 +13,7 @@ RANKS = {
     "kvrelay": 0,
     "kvrelay.types": 0,
     "kvrelay.sampling": 0,
+    "kvrelay.structured": 0,
     "kvrelay.messages": 0,
     "kvrelay.inference": 0,
     "kvrelay.explanation": 0,
