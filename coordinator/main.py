@@ -29,6 +29,8 @@ from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
 from coordinator.terms import Terms
 from coordinator.text import LongTexts, Text
+from coordinator.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
+from coordinator.vllm_engine.service import VllmEngineService
 from kvrelay.rpc import process
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
@@ -46,7 +48,7 @@ class Coordinator:
     cannot be read.
     """
 
-    service_names = SERVICE_NAMES
+    service_names = (*SERVICE_NAMES, VLLM_ENGINE)
 
     def __init__(
         self,
@@ -72,10 +74,12 @@ class Coordinator:
         terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
         self.door = FrontDoor(config, self._models, self._metrics, instance_id, salts, policies, terms)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
+        self._vllm_engine = VllmEngineService(self.door, identify, config.model_paths())
         self._membership = ClusterService(self.door, instance_id)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._inference.register(server)
+        self._vllm_engine.register(server)
         self._membership.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:

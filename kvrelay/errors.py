@@ -22,6 +22,7 @@ class Status(Enum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     DATA_LOSS = "DATA_LOSS"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
 
 
@@ -76,6 +77,14 @@ class NotFoundError(KVRelayError):
     code = "not_found"
     status = Status.NOT_FOUND
     http_status = 404
+
+
+class UnimplementedError(KVRelayError):
+    """A call that another server's protocol has and this one does not serve."""
+
+    code = "unimplemented"
+    status = Status.UNIMPLEMENTED
+    http_status = 501
 
 
 class DuplicateRequestError(KVRelayError):
