@@ -52,6 +52,7 @@ RANKS = {
     "kvrelay.engine": 5,
     **dict.fromkeys(ROLES, 6),
     # Commands: nothing imports them but each other.
+    "kvrelay.__main__": 7,
     "kvrelay.answer_printer": 7,
     "kvrelay.ask": 7,
     "kvrelay.cancel": 7,
@@ -65,6 +66,7 @@ RANKS = {
     "kvrelay.local_cluster": 7,
     "kvrelay.progress_bar": 7,
     "kvrelay.plan": 7,
+    "kvrelay.planned_roles": 7,
     "kvrelay.role_process": 7,
     "kvrelay.store_chains": 7,
     "kvrelay.store_command": 7,
