@@ -13,6 +13,8 @@ class Status(Enum):
     """gRPC status codes by name, so that pure code can name one without importing grpc."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     ALREADY_EXISTS = "ALREADY_EXISTS"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -61,6 +63,22 @@ class NeverFitsError(InvalidRequestError):
     """The request needs more KV blocks than any node of the cluster has."""
 
     code = "exceeds_kv_capacity"
+
+
+class UnauthenticatedError(KVRelayError):
+    """The caller proves to be nobody: no credential, or one that does not hold."""
+
+    code = "unauthenticated"
+    status = Status.UNAUTHENTICATED
+    http_status = 401
+
+
+class PermissionDeniedError(KVRelayError):
+    """The caller is known, and may not do this."""
+
+    code = "permission_denied"
+    status = Status.PERMISSION_DENIED
+    http_status = 403
 
 
 class UnknownModelError(KVRelayError):

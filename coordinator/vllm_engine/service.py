@@ -63,7 +63,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             answer.left()  # does nothing when the request is over
 
     async def Abort(self, request: Any, context: Context) -> Any:
-        tenant = self._identify(context)
+        tenant = self._identify(context).tenant
         for request_id in request.request_ids:
             with suppress(NotFoundError):  # it may just have ended
                 self._door.cancel(request_id, tenant)
