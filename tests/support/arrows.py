@@ -38,6 +38,7 @@ RANKS = {
     "kvrelay.capacity": 2,
     "kvrelay.chat_template": 2,
     "kvrelay.tokenizer": 2,
+    "kvrelay.tokenizer_files": 2,
     "kvrelay.detokenizer": 2,
     "kvrelay.rpc": 3,
     "kvrelay.kv.remote": 3,
