@@ -31,6 +31,8 @@ from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
 from coordinator.terms import Terms
 from coordinator.text import LongTexts, Text
+from coordinator.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
+from coordinator.vllm_engine.service import VllmEngineService
 from kvrelay.rpc import process
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
@@ -49,7 +51,7 @@ class Coordinator:
     cannot be read.
     """
 
-    service_names = SERVICE_NAMES
+    service_names = (*SERVICE_NAMES, VLLM_ENGINE)
 
     def __init__(
         self,
@@ -77,18 +79,20 @@ class Coordinator:
         terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
         self.door = FrontDoor(config, self._models, self._metrics, instance_id, salts, policies, terms)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
+        self._vllm_engine = VllmEngineService(self.door, identify, config.model_paths())
         self._membership = ClusterService(self.door, instance_id)
 
     @property
     def doors(self) -> Sequence[Door]:
         port, cluster_port = self._config.port, self._config.cluster_port
         guard = guard_of_clients(self.authenticator, nodes_join_here=cluster_port < 0)
-        clients = Door(port, self.register, SERVICE_NAMES, guard)
+        clients = Door(port, self.register, self.service_names, guard)
         nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,))
         return (clients,) if cluster_port < 0 else (clients, nodes)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._inference.register(server)
+        self._vllm_engine.register(server)
         self._membership.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from coordinator.api_keys import new_key
 from coordinator.identity import Scope
@@ -28,7 +29,7 @@ from tests.support.answers import collect
 from tests.support.coordinator_ends import TIMEOUT_S, Ends, ends, greedy, long_prompt
 
 INFER, ADMIN = frozenset({Scope.INFER}), frozenset({Scope.ADMIN})
-ALL_FILES = (inference_pb2, cluster_pb2, decode_pb2, prefill_pb2, kvstore_pb2)
+ALL_FILES = (inference_pb2, cluster_pb2, decode_pb2, prefill_pb2, kvstore_pb2, vllm_engine_pb2)
 EVERY_METHOD = sorted(
     f"/{service.full_name}/{method.name}"
     for file in ALL_FILES
@@ -195,3 +196,13 @@ async def test_so_has_a_tenant_over_all_of_its_keys(keys: Keys) -> None:
             await collect(second.generate(long_prompt(), greedy(max_tokens=4)))
         cluster.decode[0].at["token"].let_go()
         assert (await asked).token_ids
+
+
+async def test_a_gateway_of_vllms_protocol_needs_a_key_to_infer_and_no_more(keys: Keys) -> None:
+    async with guarded(keys) as cluster, grpc.aio.insecure_channel(cluster.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        request = vllm_engine_pb2.GetModelInfoRequest()
+        named = await stub.GetModelInfo(request, metadata=(("authorization", f"Bearer {keys.acme}"),))
+        assert named.served_model_name == "bytes"
+        path = "/vllm.grpc.engine.VllmEngine/GetModelInfo"
+        assert await refusal(channel, path, ("authorization", f"Bearer {keys.watcher}")) is PermissionDeniedError
