@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from prometheus_client import CollectorRegistry
 
@@ -17,6 +19,7 @@ from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
 from kvrelay.kv.block_store import BlockStore
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 
@@ -46,6 +49,10 @@ class DecodeApp:
             on_stuck=self._on_stuck,
             max_decode_rows=config.max_batch,
         )
+
+    @property
+    def doors(self) -> Sequence[Door]:
+        return (Door(self._config.port, self.register, self.service_names),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)

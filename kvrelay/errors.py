@@ -13,6 +13,8 @@ class Status(Enum):
     """gRPC status codes by name, so that pure code can name one without importing grpc."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     ALREADY_EXISTS = "ALREADY_EXISTS"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -22,6 +24,7 @@ class Status(Enum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     DATA_LOSS = "DATA_LOSS"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
 
 
@@ -62,6 +65,22 @@ class NeverFitsError(InvalidRequestError):
     code = "exceeds_kv_capacity"
 
 
+class UnauthenticatedError(KVRelayError):
+    """The caller proves to be nobody: no credential, or one that does not hold."""
+
+    code = "unauthenticated"
+    status = Status.UNAUTHENTICATED
+    http_status = 401
+
+
+class PermissionDeniedError(KVRelayError):
+    """The caller is known, and may not do this."""
+
+    code = "permission_denied"
+    status = Status.PERMISSION_DENIED
+    http_status = 403
+
+
 class UnknownModelError(KVRelayError):
     """No node serves a model of this name."""
 
@@ -76,6 +95,14 @@ class NotFoundError(KVRelayError):
     code = "not_found"
     status = Status.NOT_FOUND
     http_status = 404
+
+
+class UnimplementedError(KVRelayError):
+    """A call that another server's protocol has and this one does not serve."""
+
+    code = "unimplemented"
+    status = Status.UNIMPLEMENTED
+    http_status = 501
 
 
 class DuplicateRequestError(KVRelayError):

@@ -8,6 +8,7 @@ import struct
 from dataclasses import dataclass, field
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.structured import StructuredOutput
 from kvrelay.types import check_token_id
 
 MAX_STOP_STRINGS = 16
@@ -22,7 +23,8 @@ class SamplingParams:
     """How tokens are drawn and when the answer ends. Defaults are the field's.
 
     A draw depends on (seed, position) only. `seed` and `max_tokens` are None until the coordinator settles them.
-    `logprobs` None asks for none; k asks for the drawn token's and the k likeliest.
+    `logprobs` None asks for none; k asks for the drawn token's and the k likeliest. `structured` is what the answer's
+    text is held to; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -40,6 +42,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    structured: StructuredOutput | None = None
 
     @property
     def greedy(self) -> bool:
@@ -65,6 +68,8 @@ class SamplingParams:
             _check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._validate_stops(vocab_size)
         self._validate_bias(vocab_size)
+        if self.structured is not None:
+            self.structured.validate()
 
     def _validate_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.errors import ConfigError
 from kvrelay.rpc import process
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.raw import KV_TRANSFER
@@ -41,6 +42,10 @@ class KVStoreApp:
         self._readiness = Readiness()
         self._memberships: Memberships | None = None
         StoreCollector(registry, self._store.counts)
+
+    @property
+    def doors(self) -> Sequence[Door]:
+        return (Door(self._config.port, self.register, self.service_names),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)

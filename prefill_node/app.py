@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from prometheus_client import CollectorRegistry
 
@@ -11,6 +13,7 @@ from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.load_or_compute import LoadOrCompute
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 from prefill_node.config import PrefillConfig
@@ -44,6 +47,10 @@ class PrefillApp:
             status=self.status,
             on_stuck=self._on_stuck,
         )
+
+    @property
+    def doors(self) -> Sequence[Door]:
+        return (Door(self._config.port, self.register, self.service_names),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)

@@ -17,6 +17,8 @@ from kvrelay.errors import (
     KVRelayError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvrelay.pb import types_pb2
@@ -44,6 +46,8 @@ _RECONNECT_OPTIONS = (
 
 _BY_STATUS: dict[grpc.StatusCode, type[KVRelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,

@@ -22,6 +22,7 @@ from kvrelay.messages import (
     ReservationGranted,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
+from kvrelay.structured import StructuredOutput, StructureKind
 from kvrelay.types import (
     AnswerHandle,
     BlockCounts,
@@ -40,6 +41,15 @@ ids = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, ma
 texts = st.text(max_size=20)
 some_ids = st.lists(u32, max_size=5).map(tuple)
 
+structured = st.one_of(
+    st.just(StructuredOutput(StructureKind.JSON_OBJECT)),
+    st.builds(
+        StructuredOutput,
+        st.sampled_from([StructureKind.JSON_SCHEMA, StructureKind.REGEX, StructureKind.GRAMMAR]),
+        texts,
+    ),
+    st.lists(texts, max_size=3).map(lambda choices: StructuredOutput(StructureKind.CHOICE, choices=tuple(choices))),
+)
 sampling_params = st.builds(
     SamplingParams,
     temperature=numbers,
@@ -57,6 +67,7 @@ sampling_params = st.builds(
     stop_token_ids=some_ids,
     stop=st.lists(texts, max_size=3).map(tuple),
     logprobs=st.none() | u32,
+    structured=st.none() | structured,
 )
 token_logprobs = st.builds(TokenLogprob, u32, st.floats(allow_nan=False, width=32))
 step_logprobs = st.builds(StepLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
