@@ -57,6 +57,7 @@ RANKS = {
     "kvrelay.answer_printer": 7,
     "kvrelay.ask": 7,
     "kvrelay.cancel": 7,
+    "kvrelay.chat": 7,
     "kvrelay.explain": 7,
     "kvrelay.keys": 7,
     "kvrelay.status": 7,
