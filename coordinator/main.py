@@ -17,6 +17,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.doors import guard_of_clients
 from coordinator.fairness import DeficitRounds
 from coordinator.front_door import FrontDoor
+from coordinator.http.app import make_app
+from coordinator.http.server import HttpServer
 from coordinator.identity import Identify, identify
 from coordinator.members import COMPUTING_ROLES, Members
 from coordinator.metrics import CoordinatorMetrics
@@ -64,6 +66,7 @@ class Coordinator:
         self._config = config
         self.authenticator = make_authenticator(config)
         self._readiness: Readiness | None = None
+        self._http: HttpServer | None = None
         self._nodes = Nodes()
         self._metrics = CoordinatorMetrics(registry)
         self._long_texts = LongTexts()
@@ -97,6 +100,9 @@ class Coordinator:
 
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness
+        if self._config.http_port >= 0:
+            self._http = HttpServer(make_app(self.door, readiness, self.authenticator))
+            self._http.start(self._config.host, self._config.http_port)
         for model in self._models:
             self._changed(model.name)
 
@@ -107,8 +113,15 @@ class Coordinator:
             for cluster in self._models.clusters:
                 cluster.will_end_streams()
 
+    @property
+    def http_port(self) -> int | None:
+        """Where the HTTP door is, once started; None without one."""
+        return None if self._http is None else self._http.port
+
     async def close(self) -> None:
         await self.door.close()
+        if self._http is not None:
+            await self._http.close()
         for cluster in self._models.clusters:
             cluster.close()
         await self._nodes.close()

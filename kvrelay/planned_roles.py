@@ -16,6 +16,7 @@ from kvrelay.types import Role
 
 DEFAULT_PORT_BASE = 7400
 METRICS_OFFSET = 100
+HTTP_OFFSET = 600  # of coordinators: 8000 by default
 MAX_COORDINATORS = 9
 MAX_PREFILL_NODES = 10
 MAX_DECODE_NODES = 80
@@ -34,10 +35,17 @@ class PlannedRole:
     metrics_port: int
     flags: tuple[str, ...]
     model: str = ""
+    http_port: int | None = None  # of a coordinator
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def ports(self) -> dict[int, str]:
+        """What it listens on, and what for."""
+        ports = {self.port: self.name, self.metrics_port: f"metrics of {self.name}"}
+        return ports if self.http_port is None else {**ports, self.http_port: f"HTTP of {self.name}"}
 
 
 def check_shape(options: argparse.Namespace, num_models: int) -> None:
@@ -53,7 +61,7 @@ def check_shape(options: argparse.Namespace, num_models: int) -> None:
             raise ConfigError(f"{flag} is {count}; allowed is [1, {most}]")
     if options.kvstores is not None and not options.kvstore:
         raise ConfigError("--kvstores asks for KV stores and --no-kvstore for none; give one of them")
-    highest = 65_535 - 2 * METRICS_OFFSET
+    highest = 65_535 - HTTP_OFFSET - MAX_COORDINATORS
     if not 1 <= options.port_base <= highest:
         raise ConfigError(f"--port-base is {options.port_base}; allowed is [1, {highest}]")
     if not 0 < options.start_timeout_s < math.inf:
@@ -123,7 +131,9 @@ def _planned(
     flags += ["--grace-s", f"{options.grace_s:g}"]
     flags += ["--config", str(options.config.resolve())] if options.config else []
     name = role.value if count == 1 else f"{role.value}-{index + 1}"
-    return PlannedRole(role, name, options.host, port, port + METRICS_OFFSET, (*flags, *own), model)
+    http_port = port + HTTP_OFFSET if role is Role.COORDINATOR else None
+    flags += [] if http_port is None else ["--http-port", str(http_port)]
+    return PlannedRole(role, name, options.host, port, port + METRICS_OFFSET, (*flags, *own), model, http_port)
 
 
 def _port(options: argparse.Namespace, role: Role, index: int, num_models: int) -> int:
@@ -136,7 +146,7 @@ def _port(options: argparse.Namespace, role: Role, index: int, num_models: int) 
 def check_ports(roles: Sequence[PlannedRole]) -> None:
     """Raises ConfigError, naming the port and who wants it, if one cannot be listened on."""
     for role in roles:
-        for port, purpose in ((role.port, role.name), (role.metrics_port, f"metrics of {role.name}")):
+        for port, purpose in role.ports.items():
             family = socket.AF_INET6 if ":" in role.host else socket.AF_INET
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay import errors
 from kvrelay.cluster import NodeStatus
-from kvrelay.errors import InvalidRequestError, KVRelayError
+from kvrelay.errors import ERRORS_BY_CODE, InvalidRequestError, KVRelayError
 from kvrelay.inference import GenerateRequest, TokenPrompt
 from kvrelay.kv.layout import KVLayout
 from kvrelay.messages import AnswersAdvanced, HandoffTarget, NodeRequest, PrefillStarted
@@ -118,7 +118,7 @@ def test_tiers_of_the_store_survive_the_wire(tier: Tier) -> None:
     assert convert_kvstore.tier_from_pb(convert_kvstore.tier_to_pb(tier)) is tier
 
 
-@pytest.mark.parametrize("cls", sorted(set(convert_errors._ERRORS_BY_CODE.values()), key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", sorted(set(ERRORS_BY_CODE.values()), key=lambda cls: cls.__name__))
 def test_errors_survive_the_wire(cls: type[KVRelayError]) -> None:
     error = convert_errors.error_from_pb(convert_errors.error_to_pb(cls("what was wrong", retry_after_s=1.5)))
 
@@ -129,7 +129,7 @@ def test_errors_survive_the_wire(cls: type[KVRelayError]) -> None:
 def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVRelayError)]
 
-    assert len({cls.code for cls in classes}) == len(classes) == len(convert_errors._ERRORS_BY_CODE)
+    assert len({cls.code for cls in classes}) == len(classes) == len(ERRORS_BY_CODE)
 
 
 def test_an_error_code_not_known_here_is_kept() -> None:
