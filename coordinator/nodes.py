@@ -1,4 +1,5 @@
-"""Connections to the nodes, one channel an address, and the calls that give reservations back behind a request."""
+"""Connections to the nodes, one channel an address with one stream of answers, and the calls that give reservations
+back behind a request."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ class Nodes:
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._decode: dict[str, DecodeClient] = {}
         self._background: set[asyncio.Task[None]] = set()
 
     def prefill(self, address: str) -> PrefillClient:
         return PrefillClient(self._channel(address))
 
     def decode(self, address: str) -> DecodeClient:
-        return DecodeClient(self._channel(address))
+        if address not in self._decode:
+            self._decode[address] = DecodeClient(self._channel(address))
+        return self._decode[address]
 
     async def reserve(
         self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0
@@ -53,7 +57,11 @@ class Nodes:
         self._run(self._release(address, reservation_id))
 
     def forget(self, address: str) -> None:
-        """The process there is gone; the next one gets a new channel, without the old one's reconnect delay."""
+        """The process there is gone, and its answers end; the next one gets a new channel, without the old one's
+        reconnect delay."""
+        client = self._decode.pop(address, None)
+        if client is not None:
+            client.close()
         channel = self._channels.pop(address, None)
         if channel is not None:
             self._run(channel.close())
@@ -62,6 +70,9 @@ class Nodes:
         """Waits for the releases, then closes every channel."""
         while self._background:
             await asyncio.wait(self._background)
+        for client in self._decode.values():
+            client.close()
+        self._decode.clear()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()

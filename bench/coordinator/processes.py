@@ -74,7 +74,7 @@ def ends_of_grpc_alone() -> Iterator[Ends]:
     with (
         _nodes(NUM_BLOCKS) as (nodes, decode),
         start("gRPC alone", _command("relay", {"decode": decode})) as relay,
-        _client(relay, nodes, address=relay.read()["address"], decode=decode, of_nodes=True) as client,
+        _client(relay, nodes, address=relay.read()["address"], decode=decode) as client,
     ):
         yield Ends(nodes, client)
 
