@@ -32,6 +32,7 @@ from coordinator.tenants import Salts, read_secret
 from coordinator.terms import Terms
 from coordinator.text import LongTexts, Text
 from kvrelay.rpc import process
+from kvrelay.rpc.credentials import DoorTLS, peer_tls
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
@@ -61,8 +62,10 @@ class Coordinator:
         config.check()
         self._config = config
         self.authenticator = make_authenticator(config)
+        self._door_tls = DoorTLS(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
         self._readiness: Readiness | None = None
-        self._nodes = Nodes()
+        self._peer_tls = peer_tls(config)
+        self._nodes = Nodes(self._peer_tls)
         self._metrics = CoordinatorMetrics(registry)
         self._long_texts = LongTexts()
         policies = parse_policies(config.tenants)
@@ -83,8 +86,8 @@ class Coordinator:
     def doors(self) -> Sequence[Door]:
         port, cluster_port = self._config.port, self._config.cluster_port
         guard = guard_of_clients(self.authenticator, nodes_join_here=cluster_port < 0)
-        clients = Door(port, self.register, SERVICE_NAMES, guard)
-        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,))
+        clients = Door(port, self.register, SERVICE_NAMES, guard, self._door_tls)
+        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,), tls=self._peer_tls)
         return (clients,) if cluster_port < 0 else (clients, nodes)
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -11,7 +11,8 @@ import grpc
 
 from kvrelay.errors import KVRelayError
 from kvrelay.messages import NodeRequest, ReservationGranted
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.connection import Connection
+from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
 from kvrelay.types import ReservationId
 
@@ -24,8 +25,9 @@ RELEASE_TIMEOUT_S = 5.0
 class Nodes:
     """Typed clients by address."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, tls: ChannelTLS | None = None) -> None:
+        self._tls = tls
+        self._connections: dict[str, Connection] = {}
         self._background: set[asyncio.Task[None]] = set()
 
     def prefill(self, address: str) -> PrefillClient:
@@ -54,22 +56,22 @@ class Nodes:
 
     def forget(self, address: str) -> None:
         """The process there is gone; the next one gets a new channel, without the old one's reconnect delay."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            self._run(channel.close())
+        connection = self._connections.pop(address, None)
+        if connection is not None:
+            self._run(connection.close())
 
     async def close(self) -> None:
         """Waits for the releases, then closes every channel."""
         while self._background:
             await asyncio.wait(self._background)
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        for connection in self._connections.values():
+            await connection.close()
+        self._connections.clear()
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address, own_connection=True)
-        return self._channels[address]
+        if address not in self._connections:
+            self._connections[address] = Connection(address, own_connection=True, tls=self._tls)
+        return self._connections[address].channel
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -84,10 +86,10 @@ class Nodes:
         await self._release(address, granted.reservation_id)
 
     async def _release(self, address: str, reservation_id: ReservationId) -> None:
-        channel = self._channels.get(address)
-        if channel is None:
+        connection = self._connections.get(address)
+        if connection is None:
             return  # forgotten meanwhile: a new channel to it would never be closed
         try:
-            await asyncio.wait_for(DecodeClient(channel).release(reservation_id), RELEASE_TIMEOUT_S)
+            await asyncio.wait_for(DecodeClient(connection.channel).release(reservation_id), RELEASE_TIMEOUT_S)
         except (KVRelayError, TimeoutError) as error:
             logger.info("reservation %s on %s was left to its lease: %s", reservation_id, address, error)

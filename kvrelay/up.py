@@ -18,6 +18,7 @@ from kvrelay.config_table import config_class
 from kvrelay.demo_model import cache_directory, fetch
 from kvrelay.errors import ConfigError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome, Say
+from kvrelay.locks import Locks, lock
 from kvrelay.planned_roles import DEFAULT_PORT_BASE, PlannedRole, check_ports, check_shape, plan
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
@@ -60,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="logs and the store's disk tier (default: a cache directory)"
     )
+    parser.add_argument(
+        "--secure",
+        action="store_true",
+        help="TLS everywhere, and no answer without the API key that is printed; nodes join at other ports, +200",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with more settings, given to each role")
     parser.add_argument(
         "--grace-s", type=float, default=30.0, metavar="S", help="time running requests get at the end (default: 30)"
@@ -82,18 +88,19 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
     given = models_of(options)
     check_shape(options, len(given))
     data_dir: Path = options.data_dir or cache_directory() / f"up-{options.port_base}"
-    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir)
+    locks = lock(data_dir / "locks", options.host) if options.secure else None
+    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir, locks)
     check_settings(draft)
     check_ports(draft)
     models = {name: find_model(path, say) for name, path in given.items()}
-    roles = plan(options, models, data_dir)
+    roles = plan(options, models, data_dir, locks)
     try:
         (data_dir / "logs").mkdir(parents=True, exist_ok=True)
         cluster = _make_cluster(options, roles, command, data_dir, say)
     except OSError as error:
         raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from error
     say(f"starting {', '.join(role.name for role in roles)} with {_listed(models)} in {options.dtype}")
-    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir), flush=True)))
+    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir, locks), flush=True)))
     return 1 if outcome is Outcome.FAILED else 0
 
 
@@ -144,7 +151,7 @@ def _make_cluster(
     return cluster
 
 
-def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
+def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | None = None) -> str:
     """What a newcomer needs now: addresses, and three calls that work as they are written."""
     coordinator = roles[0]
     program = _program()
@@ -160,6 +167,8 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
         f"  {program} status{where}",
         f'  {program} ask{where}{of_model} --json --temperature 0 --max-tokens 16 --raw "1, 2, 3,"',
     ]
+    if locks is not None:
+        calls = [f"  export KVRELAY_API_KEY={locks.api_key} KVRELAY_CA={shlex.quote(str(locks.ca))}", *calls]
     logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
     note = []
     if roles[1].role is Role.COORDINATOR:
