@@ -14,7 +14,7 @@ from kvrelay.rpc.health import SERVICE_NAME as HEALTH
 from kvrelay.rpc.server import Guard, Metadata
 
 CREDENTIAL_KEY = "authorization"
-_INFERENCE = "/kvrelay.pb.Inference/"
+_INFERENCE = ("/kvrelay.pb.Inference/", "/vllm.grpc.engine.VllmEngine/")
 _REFLECTION = ("/grpc.reflection.v1alpha.ServerReflection/", "/grpc.reflection.v1.ServerReflection/")
 _JOIN = "/kvrelay.pb.Cluster/Join"
 
@@ -31,7 +31,7 @@ def guard_of_clients(authenticator: Authenticator, *, nodes_join_here: bool) -> 
                 raise PermissionDeniedError("nodes join by another port of this coordinator: its --cluster-port")
             return
         identity = authenticator.identify(_credential(metadata))
-        identity.check(Scope.INFER if method.startswith((_INFERENCE, *_REFLECTION)) else Scope.ADMIN)
+        identity.check(Scope.INFER if method.startswith((*_INFERENCE, *_REFLECTION)) else Scope.ADMIN)
         caller.set(identity)
 
     return guard

@@ -31,6 +31,8 @@ from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
 from coordinator.terms import Terms
 from coordinator.text import LongTexts, Text
+from coordinator.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
+from coordinator.vllm_engine.service import VllmEngineService
 from kvrelay.rpc import process
 from kvrelay.rpc.credentials import DoorTLS, peer_tls
 from kvrelay.rpc.door import Door
@@ -50,7 +52,7 @@ class Coordinator:
     cannot be read.
     """
 
-    service_names = SERVICE_NAMES
+    service_names = (*SERVICE_NAMES, VLLM_ENGINE)
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class Coordinator:
         self.authenticator = make_authenticator(config)
         self._door_tls = DoorTLS(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
         self._readiness: Readiness | None = None
-        self._peer_tls = peer_tls(config)
-        self._nodes = Nodes(self._peer_tls)
+        self.peer_tls = peer_tls(config)
+        self._nodes = Nodes(self.peer_tls)
         self._metrics = CoordinatorMetrics(registry)
         self._long_texts = LongTexts()
         policies = parse_policies(config.tenants)
@@ -80,18 +82,20 @@ class Coordinator:
         terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
         self.door = FrontDoor(config, self._models, self._metrics, instance_id, salts, policies, terms)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
+        self._vllm_engine = VllmEngineService(self.door, identify, config.model_paths())
         self._membership = ClusterService(self.door, instance_id)
 
     @property
     def doors(self) -> Sequence[Door]:
         port, cluster_port = self._config.port, self._config.cluster_port
         guard = guard_of_clients(self.authenticator, nodes_join_here=cluster_port < 0)
-        clients = Door(port, self.register, SERVICE_NAMES, guard, self._door_tls)
-        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,), tls=self._peer_tls)
+        clients = Door(port, self.register, self.service_names, guard, self._door_tls)
+        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,), tls=self.peer_tls)
         return (clients,) if cluster_port < 0 else (clients, nodes)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._inference.register(server)
+        self._vllm_engine.register(server)
         self._membership.register(server)
 
     async def start(self, address: str, readiness: Readiness) -> None:

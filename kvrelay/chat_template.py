@@ -55,6 +55,7 @@ class ChatTemplate:
             raise ModelFileError(
                 f"the chat template of {origin} does not parse: {error.message} (line {error.lineno})"
             ) from error
+        self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(self, messages: Sequence[ChatMessage]) -> str:

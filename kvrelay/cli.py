@@ -24,6 +24,7 @@ class Command:
 COMMANDS = {
     "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
+    "chat": Command("talk to the cluster, turn by turn", "kvrelay.chat:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
     "explain": Command("tell why a request waited, where it went and what it cost", "kvrelay.explain:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),

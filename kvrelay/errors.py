@@ -24,6 +24,7 @@ class Status(Enum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     DATA_LOSS = "DATA_LOSS"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
 
 
@@ -94,6 +95,14 @@ class NotFoundError(KVRelayError):
     code = "not_found"
     status = Status.NOT_FOUND
     http_status = 404
+
+
+class UnimplementedError(KVRelayError):
+    """A call that another server's protocol has and this one does not serve."""
+
+    code = "unimplemented"
+    status = Status.UNIMPLEMENTED
+    http_status = 501
 
 
 class DuplicateRequestError(KVRelayError):

@@ -12,10 +12,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
+from tokenizers.processors import TemplateProcessing
 
 from kvrelay.chat_template import ChatMessage, ChatTemplate
 from kvrelay.errors import InvalidRequestError, ModelFileError
@@ -94,6 +96,25 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of the rendered messages. A template writes its own BOS, so none is added."""
         return self.encode(self.render_chat(messages), add_bos=False)
+
+    def to_json(self) -> str:
+        """As a tokenizer.json that gives the same ids, and the same text for them."""
+        written = RawTokenizer.from_str(self._raw.to_str())
+        if written.decoder is None:  # a GGUF file names none
+            written.decoder = ByteLevelDecoder()
+        if self.add_bos and self.bos_token_id is not None and written.post_processor is None:
+            bos = self._raw.id_to_token(self.bos_token_id)
+            written.post_processor = TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, self.bos_token_id)]
+            )
+        return written.to_str()
+
+    def config(self) -> dict[str, Any]:
+        """As a tokenizer_config.json says it."""
+        named = {"bos_token": self.bos_token_id, "eos_token": next(iter(self.eos_token_ids), None)}
+        tokens = {name: self._raw.id_to_token(token_id) for name, token_id in named.items() if token_id is not None}
+        template = {"chat_template": self._chat_template.source} if self._chat_template is not None else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.add_bos, **tokens, **template}
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
