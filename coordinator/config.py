@@ -24,6 +24,12 @@ class CoordinatorConfig(RoleConfig):
         "several models to serve, beside model or instead of it, as NAME=PATH with semicolons between; each node says "
         "by its own model_name which of them it serves",
     )
+    http_port: int = option(
+        8000,
+        "port of OpenAI's API over HTTP, on the same host; 0 takes any free one, -1 is off",
+        minimum=-1,
+        maximum=MAX_PORT,
+    )
     max_queue: int = option(
         256, "answers that may wait for room, of each model, n of a request for n; more are turned away", minimum=1
     )
@@ -107,7 +113,7 @@ class CoordinatorConfig(RoleConfig):
         maximum=MAX_PORT,
     )
     tls_cert: str = option(
-        "", "certificate of the clients' port, with tls_key: TLS there; none: in the clear", unit="file"
+        "", "certificate of the clients' ports, gRPC and HTTP, with tls_key: TLS there; none: in the clear", unit="file"
     )
     tls_key: str = option("", "the key of tls_cert", unit="file")
     api_keys_file: str = option(

@@ -17,6 +17,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.doors import guard_of_clients
 from coordinator.fairness import DeficitRounds
 from coordinator.front_door import FrontDoor
+from coordinator.http.app import make_app
+from coordinator.http.server import HttpServer
 from coordinator.identity import Identify, identify
 from coordinator.members import COMPUTING_ROLES, Members
 from coordinator.metrics import CoordinatorMetrics
@@ -66,6 +68,7 @@ class Coordinator:
         self.authenticator = make_authenticator(config)
         self._door_tls = DoorTLS(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
         self._readiness: Readiness | None = None
+        self._http: HttpServer | None = None
         self.peer_tls = peer_tls(config)
         self._nodes = Nodes(self.peer_tls)
         self._metrics = CoordinatorMetrics(registry)
@@ -100,6 +103,11 @@ class Coordinator:
 
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness
+        if self._config.http_port >= 0:
+            self._http = HttpServer(
+                make_app(self.door, readiness, self.authenticator), self._door_tls.of_http() if self._door_tls else None
+            )
+            self._http.start(self._config.host, self._config.http_port)
         for model in self._models:
             self._changed(model.name)
 
@@ -110,8 +118,15 @@ class Coordinator:
             for cluster in self._models.clusters:
                 cluster.will_end_streams()
 
+    @property
+    def http_port(self) -> int | None:
+        """Where the HTTP door is, once started; None without one."""
+        return None if self._http is None else self._http.port
+
     async def close(self) -> None:
         await self.door.close()
+        if self._http is not None:
+            await self._http.close()
         for cluster in self._models.clusters:
             cluster.close()
         await self._nodes.close()

@@ -1,4 +1,5 @@
-"""Connections to the nodes, one channel an address, and the calls that give reservations back behind a request."""
+"""Connections to the nodes, one channel an address with one stream of answers, and the calls that give reservations
+back behind a request."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ class Nodes:
     def __init__(self, tls: ChannelTLS | None = None) -> None:
         self._tls = tls
         self._connections: dict[str, Connection] = {}
+        self._decode: dict[str, dict[grpc.aio.Channel, DecodeClient]] = {}  # more than one where certificates changed
         self._background: set[asyncio.Task[None]] = set()
 
     def prefill(self, address: str) -> PrefillClient:
         return PrefillClient(self._channel(address))
 
     def decode(self, address: str) -> DecodeClient:
-        return DecodeClient(self._channel(address))
+        clients, channel = self._decode.setdefault(address, {}), self._channel(address)
+        if channel not in clients:
+            clients[channel] = DecodeClient(channel)
+        return clients[channel]
 
     async def reserve(
         self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0
@@ -55,7 +60,10 @@ class Nodes:
         self._run(self._release(address, reservation_id))
 
     def forget(self, address: str) -> None:
-        """The process there is gone; the next one gets a new channel, without the old one's reconnect delay."""
+        """The process there is gone, and its answers end; the next one gets a new channel, without the old one's
+        reconnect delay."""
+        for client in self._decode.pop(address, {}).values():
+            client.close()
         connection = self._connections.pop(address, None)
         if connection is not None:
             self._run(connection.close())
@@ -64,6 +72,9 @@ class Nodes:
         """Waits for the releases, then closes every channel."""
         while self._background:
             await asyncio.wait(self._background)
+        for client in (client for clients in self._decode.values() for client in clients.values()):
+            client.close()
+        self._decode.clear()
         for connection in self._connections.values():
             await connection.close()
         self._connections.clear()

@@ -21,7 +21,7 @@ from coordinator.router import has_slot, rank_decode, rank_prefill
 from coordinator.shortlist import NUM_BEST, best_decode, best_prefill
 from kvrelay.types import InstanceId
 
-NUM_CLOSE = 2  # prefill nodes that are tried with a decode node: links make less of a difference than queues
+NUM_CLOSE = 3  # prefill nodes that are tried with a decode node: what it has cached seldom makes another the best
 
 
 class PairCosts:

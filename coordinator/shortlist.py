@@ -44,9 +44,11 @@ def best_prefill(
     avoid: Collection[Party],
     num_best: int = NUM_BEST,
 ) -> list[Member]:
-    """By how long each takes for the prompt, somebody waits there for that, and what is evicted for it took, the best
-    first; `usual_s` is what a token takes a node that has not measured it. Of equals the least loaded."""
+    """By how long each takes for the prompt, its link longer than that for all of it if an answer follows, somebody
+    waits there for that, and what is evicted for it took, the best first; `usual_s` is what a token takes a node that
+    has not measured it. Of equals the least loaded."""
     uncached = _ByCached(work.num_uncached)
+    num_bytes = work.num_prompt_blocks * work.block_bytes if work.num_left > 1 else 0
     cached, num_blocks, block_tokens = work.cached_prefill, work.num_prompt_blocks, work.block_tokens
     costs_s: list[float] = []
     for member in members:
@@ -58,6 +60,10 @@ def best_prefill(
         if num_blocks - num_cached > node.num_free_blocks:
             num_tokens += tokens_lost(node, num_blocks - num_cached, block_tokens)
         cost_s = (num_uncached + num_tokens) * (node.weighted_token_s or usual_s / node.weight)
+        if num_bytes:
+            late_s = num_bytes * node.byte_s - num_uncached * (node.token_s or usual_s)
+            if late_s > 0:
+                cost_s += late_s / node.weight
         costs_s.append(cost_s if node.has_slot else cost_s + BUSY_S)
     return _least(members, costs_s, suspects, avoid, num_best)
 

@@ -66,8 +66,11 @@ class DecodeApp:
         await self.host.join(Role.DECODE_NODE, address)
 
     async def drain(self, deadline_s: float) -> None:
-        if self._service.node is not None:
-            await self._service.node.drain(max(0.0, deadline_s - LAST_WORDS_S))
+        try:
+            if self._service.node is not None:
+                await self._service.node.drain(max(0.0, deadline_s - LAST_WORDS_S))
+        finally:
+            self._service.end_streams()
 
     async def close(self) -> None:
         await self.host.close()

@@ -18,6 +18,7 @@ from kvrelay.types import Role
 DEFAULT_PORT_BASE = 7400
 METRICS_OFFSET = 100
 CLUSTER_OFFSET = 200  # of the port that nodes join a coordinator by, where that is not the clients'
+HTTP_OFFSET = 600  # of coordinators: 8000 by default
 MAX_COORDINATORS = 9
 MAX_PREFILL_NODES = 10
 MAX_DECODE_NODES = 80
@@ -36,11 +37,19 @@ class PlannedRole:
     metrics_port: int
     flags: tuple[str, ...]
     model: str = ""
-    cluster_port: int = 0  # of a coordinator that has one; 0: none
+    http_port: int | None = None  # of a coordinator
+    cluster_port: int | None = None  # of a coordinator whose nodes have a port of their own
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def ports(self) -> dict[int, str]:
+        """What it listens on, and what for."""
+        ports = {self.port: self.name, self.metrics_port: f"metrics of {self.name}"}
+        further = {self.http_port: f"HTTP of {self.name}", self.cluster_port: f"nodes of {self.name}"}
+        return ports | {port: purpose for port, purpose in further.items() if port is not None}
 
 
 def check_shape(options: argparse.Namespace, num_models: int) -> None:
@@ -56,7 +65,7 @@ def check_shape(options: argparse.Namespace, num_models: int) -> None:
             raise ConfigError(f"{flag} is {count}; allowed is [1, {most}]")
     if options.kvstores is not None and not options.kvstore:
         raise ConfigError("--kvstores asks for KV stores and --no-kvstore for none; give one of them")
-    highest = 65_535 - METRICS_OFFSET - (CLUSTER_OFFSET if options.secure else METRICS_OFFSET)
+    highest = 65_535 - HTTP_OFFSET - MAX_COORDINATORS
     if not 1 <= options.port_base <= highest:
         raise ConfigError(f"--port-base is {options.port_base}; allowed is [1, {highest}]")
     if not 0 < options.start_timeout_s < math.inf:
@@ -131,9 +140,13 @@ def _planned(
     flags += ["--grace-s", f"{options.grace_s:g}"]
     flags += ["--config", str(options.config.resolve())] if options.config else []
     name = role.value if count == 1 else f"{role.value}-{index + 1}"
-    cluster_port = port + CLUSTER_OFFSET if options.secure and role is Role.COORDINATOR else 0
-    flags += ["--cluster-port", str(cluster_port)] if cluster_port else []
-    return PlannedRole(role, name, options.host, port, port + METRICS_OFFSET, (*flags, *own), model, cluster_port)
+    is_coordinator = role is Role.COORDINATOR
+    http_port = port + HTTP_OFFSET if is_coordinator else None
+    flags += [] if http_port is None else ["--http-port", str(http_port)]
+    cluster_port = port + CLUSTER_OFFSET if options.secure and is_coordinator else None
+    flags += [] if cluster_port is None else ["--cluster-port", str(cluster_port)]
+    metrics_port = port + METRICS_OFFSET
+    return PlannedRole(role, name, options.host, port, metrics_port, (*flags, *own), model, http_port, cluster_port)
 
 
 def _port(options: argparse.Namespace, role: Role, index: int, num_models: int) -> int:
@@ -146,9 +159,7 @@ def _port(options: argparse.Namespace, role: Role, index: int, num_models: int) 
 def check_ports(roles: Sequence[PlannedRole]) -> None:
     """Raises ConfigError, naming the port and who wants it, if one cannot be listened on."""
     for role in roles:
-        wanted = {role.port: role.name, role.metrics_port: f"metrics of {role.name}"}
-        wanted |= {role.cluster_port: f"nodes of {role.name}"} if role.cluster_port else {}
-        for port, purpose in wanted.items():
+        for port, purpose in role.ports.items():
             family = socket.AF_INET6 if ":" in role.host else socket.AF_INET
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shlex
 import shutil
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_PORT_BASE,
         metavar="N",
         help="the coordinator's port; kvstore +1, further coordinators +2.., prefill nodes +10.., decode nodes +20.., "
-        "further kvstores after them, metrics of each +100 "
+        "further kvstores after them, metrics of each +100, HTTP of a coordinator +600 "
         f"(default: {DEFAULT_PORT_BASE})",
     )
     parser.add_argument(
@@ -152,7 +153,7 @@ def _make_cluster(
 
 
 def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | None = None) -> str:
-    """What a newcomer needs now: addresses, and three calls that work as they are written."""
+    """What a newcomer needs now: addresses, and four calls that work as they are written."""
     coordinator = roles[0]
     program = _program()
     where = "" if coordinator.address == f"127.0.0.1:{DEFAULT_PORT_BASE}" else f" --address {coordinator.address}"
@@ -162,7 +163,12 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | Non
         for role in roles
     ]
     of_model = next((f" --model {shlex.quote(role.model)}" for role in roles if role.model), "")
+    host = f"[{coordinator.host}]" if ":" in coordinator.host else coordinator.host
+    base_url = f"{'https' if locks else 'http'}://{host}:{coordinator.http_port}/v1"
+    rows += ["", f"OpenAI's API is at {base_url}"]
+    shown = '--cacert "$KVRELAY_CA" -H "Authorization: Bearer $KVRELAY_API_KEY" ' if locks else ""
     calls = [
+        f"  curl {shown}{base_url}/chat/completions -d {shlex.quote(_chat_body(roles))}",
         f'  {program} ask{where}{of_model} --temperature 0 "What is the capital of France?"',
         f"  {program} status{where}",
         f'  {program} ask{where}{of_model} --json --temperature 0 --max-tokens 16 --raw "1, 2, 3,"',
@@ -174,6 +180,12 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | Non
     if roles[1].role is Role.COORDINATOR:
         note = ["", "A request's id belongs to the coordinator it was sent to: cancel it there, by --address."]
     return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, *note, "", logs, ""])
+
+
+def _chat_body(roles: Sequence[PlannedRole]) -> str:
+    """A request of OpenAI's API."""
+    named = next(({"model": role.model} for role in roles if role.model), {})
+    return json.dumps({**named, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
 
 
 def _program() -> str:

@@ -93,6 +93,7 @@ class DoorTLS:
     def __init__(self, certificate: Path, key: Path) -> None:
         """Raises ConfigError for a file that cannot be read or is no PEM."""
         self._files = WatchedFiles((certificate, key), partial(_checked, certificate, key))
+        self._certificate, self._key = certificate, key
 
     def of_server(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
@@ -102,6 +103,29 @@ class DoorTLS:
     def _of_handshake(self) -> grpc.ServerCertificateConfiguration:
         certificate, key = self._files.value
         return grpc.ssl_server_certificate_configuration([(key, certificate)])
+
+    def of_http(self) -> ssl.SSLContext:
+        """Whose handshakes are made with what the files hold then."""
+        context, version = self._context(), self._version()
+
+        def at_handshake(connection: ssl.SSLObject, name: str | None, asked: ssl.SSLContext) -> None:
+            nonlocal context, version
+            if self._version() != version:
+                context, version = self._context(), self._version()
+            connection.context = context
+
+        context.sni_callback = at_handshake
+        return context
+
+    def _version(self) -> int:
+        self._files.look()
+        return self._files.num_changes
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self._certificate, self._key, password=_NO_PASSWORD)
+        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -185,3 +187,23 @@ def test_settings_of_peers_belong_together() -> None:
     assert peer_tls_of({}) is None
     with pytest.raises(ConfigError, match="peer_key is missing"):
         peer_tls_of({"KVRELAY_PEER_CA": "ca.pem", "KVRELAY_PEER_CERT": "node.pem"})
+
+
+async def test_http_shakes_hands_with_what_the_files_hold_then(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    context = DoorTLS(tmp_path / "door.pem", tmp_path / "door.key").of_http()
+
+    async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(close_at_once, "127.0.0.1", 0, ssl=context)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        for _ in range(2):
+            assert await shown_certificate(port) == (tmp_path / "door.pem").read_text()
+            make_certificates(tmp_path)
+
+
+async def shown_certificate(port: int) -> str:
+    """In PEM; trusted unseen."""
+    return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port), timeout=TIMEOUT_S)

@@ -145,7 +145,7 @@ async def _coordinator(
     identify: Identify,
     caller: Caller,
 ) -> AsyncIterator[Ends]:
-    config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **settings)
+    config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **{"http_port": -1, **settings})
     registry = CollectorRegistry()
     app = Coordinator(config, InstanceId(instance_id), registry, identify)
     readiness = Readiness(app.service_names)
