@@ -112,6 +112,10 @@ class CoordinatorConfig(RoleConfig):
         minimum=-1,
         maximum=MAX_PORT,
     )
+    tls_cert: str = option(
+        "", "certificate of the clients' ports, gRPC and HTTP, with tls_key: TLS there; none: in the clear", unit="file"
+    )
+    tls_key: str = option("", "the key of tls_cert", unit="file")
     api_keys_file: str = option(
         "",
         "file of API keys as `kvrelay keys new` writes them, read anew when it changes; with it no call is answered "
@@ -160,6 +164,12 @@ class CoordinatorConfig(RoleConfig):
             raise ConfigError(
                 "cluster_port is missing: with api_keys_file or jwks_file every call at port is checked, and nodes, "
                 "which have no keys, join by a port of their own"
+            )
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key belong together, and one of them is missing")
+        if self.peer_ca and self.cluster_port < 0:
+            raise ConfigError(
+                "cluster_port is missing: with peer_ca nodes show certificates, which clients at port have none of"
             )
         policies = parse_policies(self.tenants)
         policies.check_within(self.max_queue, self.max_queue_wait_s)

@@ -36,6 +36,7 @@ from coordinator.text import LongTexts, Text
 from coordinator.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from coordinator.vllm_engine.service import VllmEngineService
 from kvrelay.rpc import process
+from kvrelay.rpc.credentials import DoorTLS, peer_tls
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
@@ -65,9 +66,11 @@ class Coordinator:
         config.check()
         self._config = config
         self.authenticator = make_authenticator(config)
+        self._door_tls = DoorTLS(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
         self._readiness: Readiness | None = None
         self._http: HttpServer | None = None
-        self._nodes = Nodes()
+        self.peer_tls = peer_tls(config)
+        self._nodes = Nodes(self.peer_tls)
         self._metrics = CoordinatorMetrics(registry)
         self._long_texts = LongTexts()
         policies = parse_policies(config.tenants)
@@ -89,8 +92,8 @@ class Coordinator:
     def doors(self) -> Sequence[Door]:
         port, cluster_port = self._config.port, self._config.cluster_port
         guard = guard_of_clients(self.authenticator, nodes_join_here=cluster_port < 0)
-        clients = Door(port, self.register, self.service_names, guard)
-        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,))
+        clients = Door(port, self.register, self.service_names, guard, self._door_tls)
+        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,), tls=self.peer_tls)
         return (clients,) if cluster_port < 0 else (clients, nodes)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -101,7 +104,9 @@ class Coordinator:
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness
         if self._config.http_port >= 0:
-            self._http = HttpServer(make_app(self.door, readiness, self.authenticator))
+            self._http = HttpServer(
+                make_app(self.door, readiness, self.authenticator), self._door_tls.of_http() if self._door_tls else None
+            )
             self._http.start(self._config.host, self._config.http_port)
         for model in self._models:
             self._changed(model.name)

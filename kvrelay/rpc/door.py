@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvrelay.rpc.credentials import ServerTLS
 from kvrelay.rpc.server import Guard
 
 
@@ -19,3 +20,4 @@ class Door:
     register: Callable[[grpc.aio.Server], None]
     service_names: tuple[str, ...]
     guard: Guard | None = None
+    tls: ServerTLS | None = None

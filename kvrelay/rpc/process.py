@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib.metadata
+import ipaddress
 import logging
 import os
 import secrets
@@ -124,6 +125,13 @@ def advertised_address(config: RoleConfig, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _fail(role: Role, error: KVRelayError) -> int:
     sys.stderr.write(f"kvrelay {role.value}: {error.message}\n")
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -161,7 +169,12 @@ def _open(
         readiness.register(server)
         rpc_server.add_reflection(server, door.service_names)
         servers.append(server)
-        ports.append(rpc_server.bind(server, config.host, door.port))
+        ports.append(rpc_server.bind(server, config.host, door.port, door.tls))
+        if door.tls is None and not _is_loopback(config.host):
+            logger.warning(
+                "port %d is open to other machines without TLS: what goes over it can be read and changed on its way",
+                ports[-1],
+            )
     return servers, ports
 
 

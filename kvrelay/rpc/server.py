@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
 from kvrelay.rpc import convert_errors, grpc_log, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
-from kvrelay.rpc.credentials import MutualTLS
+from kvrelay.rpc.credentials import ServerTLS
 from kvrelay.rpc.raw import KV_TRANSFER
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ async def abort(context: Context, error: KVRelayError) -> Never:
     raise AssertionError("abort returned")
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, tls: MutualTLS | None = None) -> int:
-    """The port the server will answer on once started, to anyone or, with `tls`, to who proves himself.
+def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTLS | None = None) -> int:
+    """The port the server will answer on once started, in the clear without `tls`.
 
     Raises ConfigError when it cannot be had.
     """
