@@ -71,7 +71,7 @@ class CoordinatorConfig(RoleConfig):
     placement: str = option(
         "cost",
         "where requests go: cost is to the nodes where they cost least time, by what nodes measure; load is to those "
-        "with least to do, less what they have cached, and nothing is predicted",
+        "with least to do, less what they have cached, and what nodes take is not predicted",
         choices=("cost", "load"),
     )
     local_tail_tokens: int = option(

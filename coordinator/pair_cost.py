@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work
+from coordinator.forecast import Work, least_itl_s
 from coordinator.foresight import Foresight
 from coordinator.members import Member
 from coordinator.pair import Pair, Prices
@@ -95,6 +95,23 @@ class PairCosts:
             return self._prices.tail(decode, work) if self._is_short(decode, work) else self._handoff(decode, work)
         tail, handoff = self._prices.tail(decode, work), self._handoff(decode, work)
         return tail if tail.cost_s <= handoff.cost_s else handoff
+
+    def least_ttft_s(self) -> float:
+        """Until the first token on the quickest node, by rates alone and however short the queues become; 0 where one
+        has measured nothing. The pair that costs least now may be none of the quickest."""
+        work, prefill_s = self.work, []
+        for member in self._prefill:
+            num_uncached = work.num_uncached(work.cached_prefill.get(member.info.instance_id, 0))
+            prefill_s.append(num_uncached * member.standing.token_s)
+        for member in filter(self._may_compute, self._decode):
+            num_uncached = work.num_uncached(work.cached_decode.get(member.info.instance_id, 0))
+            prefill_s.append(num_uncached * member.standing.token_s)
+        return min(prefill_s, default=0.0)
+
+    def least_itl_s(self) -> float:
+        """Between two tokens on the quickest decode node with nothing beside the answer; 0 while one has work, which
+        does not tell."""
+        return min((least_itl_s(member.standing) for member in self._decode), default=0.0)
 
     # One pair
 

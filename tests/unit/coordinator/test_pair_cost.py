@@ -230,6 +230,21 @@ def test_all_prefill_nodes_stand_in_line_for_a_retry() -> None:
     assert [name(one) for one in costs.prefill_for(None)] == ["p1", "p2", "p3"]
 
 
+def test_the_quickest_node_need_not_be_the_one_that_is_taken_now() -> None:
+    """p1 takes 1 s for the prompt, behind 9 s of others; p2 takes 5 s. d1 has work, so it does not tell what an answer
+    alone would get there."""
+    prefill = [prefill_node("p1", running=9, waiting_tokens=9_000), prefill_node("p2", rate=200)]
+    decode = [decode_node("d1", running=9, step_s=0.01, row_s=0.02), decode_node("d2", step_s=0.1)]
+    costs = PairCosts(prefill, decode, work())
+    assert names(costs.ranked())[0] == ("p2", "d2")
+    assert costs.least_ttft_s() == pytest.approx(1.0)
+    assert costs.least_itl_s() == 0.0
+    assert PairCosts(prefill, decode[1:], work()).least_itl_s() == pytest.approx(0.1)
+    assert PairCosts([*prefill, prefill_node("p3", rate=0)], decode, work()).least_ttft_s() == 0.0
+    tail = PairCosts(prefill, [decode_node("d1", rate=2_000)], work(), local_tail_tokens=32)
+    assert tail.least_ttft_s() == pytest.approx(0.5)
+
+
 def test_what_came_of_others_decides_too() -> None:
     """Handoffs come 0.5 s later than worked out, so a decode node that takes 0.3 s longer is the better choice."""
     foresight = Foresight()
