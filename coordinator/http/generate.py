@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,11 +39,14 @@ class Generating:
         wanted.check_stream_options()
         request_id = request_id_of(request, wanted.request_id)
         num_logprobs = wanted.num_logprobs()
-        sampling = wanted.sampling(wanted.most_tokens(), num_logprobs)
         served = self._door.models.find(wanted.model or "")
-        asked = [wanted.to_request(wanted.prompt(), sampling, request_id)]
+        use = wanted.tool_use(served.text.tokenizer.tool_format)
+        sampling = wanted.sampling(wanted.most_tokens(), num_logprobs)
+        if use.structure is not None:
+            sampling = replace(sampling, structured=use.structure)
+        asked = [wanted.to_request(wanted.prompt(use.offered), sampling, request_id)]
         answers = await self._ask(asked, caller_of(request), wanted)
-        shape = ChatShape(_writer(served, wanted) if wanted.logprobs else None)
+        shape = ChatShape(_writer(served, wanted) if wanted.logprobs else None, use.make_reader)
         head = _head(served, wanted, f"chatcmpl-{request_id}")
         reply = Reply(answers, shape, head, chat_shape.KIND, chat_shape.CHUNK_KIND, **_usage_options(wanted))
         return await respond(request, reply, stream=bool(wanted.stream))

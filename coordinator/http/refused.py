@@ -84,8 +84,6 @@ CHAT: RefusedFields = {
     "reasoning_effort": Refused("models are told by chat_template_kwargs how to reason"),
     "return_prompt_text": Refused("the reply is the answer alone", (False,)),
     "store": Refused("no conversation is stored", (False,)),
-    "tool_choice": Refused("answers are not read for calls of tools", ("none", "auto")),
-    "tools": Refused("answers are not read for calls of tools", ([],)),
     "verbosity": Refused("models are told in their messages how much to say", ("medium",)),
     "web_search_options": Refused("nothing is searched for"),
 }

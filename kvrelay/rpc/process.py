@@ -164,8 +164,7 @@ def _open(
     on_error, on_open = _error_counter(registry), _open_gauge(registry)
     servers, ports = [], []
     for door in doors:
-        server = rpc_server.make_server(on_error=on_error, on_open=on_open, guard=door.guard)
-        door.register(server)
+        server = door.make_server(on_error, on_open)
         readiness.register(server)
         rpc_server.add_reflection(server, door.service_names)
         servers.append(server)

@@ -42,6 +42,7 @@ RANKS = {
     "kvrelay.gguf_metadata": 2,
     "kvrelay.capacity": 2,
     "kvrelay.chat_template": 2,
+    "kvrelay.tool_prompt": 2,
     "kvrelay.tokenizer": 2,
     "kvrelay.tokenizer_files": 2,
     "kvrelay.detokenizer": 2,
