@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work
 from coordinator.foresight import Foresight
 from coordinator.members import Member
 from coordinator.pair import Pair, Prices
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from coordinator.shortlist import NUM_BEST, best_decode, best_prefill
+from coordinator.work import Work
 from kvrelay.types import InstanceId
 
 NUM_CLOSE = 2  # prefill nodes that are tried with a decode node: links make less of a difference than queues

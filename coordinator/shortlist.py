@@ -12,12 +12,15 @@ from functools import partial
 from typing import TypeVar
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, after_last_s, tokens_lost, tokens_waited
+from coordinator.forecast import after_last_s, forecast_handoff, others_wait_s, tokens_lost
 from coordinator.members import Member
+from coordinator.prompt_parts import parts_of
+from coordinator.work import Work
 
 T = TypeVar("T")
 
 NUM_BEST = 8
+NUM_CLOSE = 3  # times as many prefill nodes are looked at closely
 
 # Added to the cost of what shall come after all others. Of two kinds together the greater one decides.
 BUSY_S = 1e6  # no slot, no room
@@ -46,20 +49,39 @@ def best_prefill(
 ) -> list[Member]:
     """By how long each takes for the prompt, somebody waits there for that, and what is evicted for it took, the best
     first; `usual_s` is what a token takes a node that has not measured it. Of equals the least loaded."""
-    uncached = _ByCached(work.num_uncached)
+    near = _near_prefill(members, work, usual_s, suspects, avoid, NUM_CLOSE * num_best)
+    costs_s = [
+        _ready_s(one, work, usual_s) / one.standing.weight + BUSY_S * (not one.standing.has_slot) for one in near
+    ]
+    return _least(near, costs_s, suspects, avoid, num_best)
+
+
+def _near_prefill(
+    members: Sequence[Member],
+    work: Work,
+    usual_s: float,
+    suspects: Collection[Party],
+    avoid: Collection[Party],
+    num_near: int,
+) -> list[Member]:
+    """About the best: all that waits on a node counts as of equally long prompts, and loading takes no time."""
+    uncached = _ByCached(lambda num_cached: work.num_uncached(num_cached) - work.num_stored_tokens(num_cached))
     cached, num_blocks, block_tokens = work.cached_prefill, work.num_prompt_blocks, work.block_tokens
     costs_s: list[float] = []
     for member in members:
         node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
         num_uncached = uncached[num_cached]
-        num_tokens: float = node.waiting_tokens
-        if num_tokens > num_uncached * node.num_requests:
-            num_tokens = tokens_waited(node, num_uncached)
+        num_tokens = min(node.waiting_tokens, num_uncached * node.num_requests)
         if num_blocks - num_cached > node.num_free_blocks:
             num_tokens += tokens_lost(node, num_blocks - num_cached, block_tokens)
         cost_s = (num_uncached + num_tokens) * (node.weighted_token_s or usual_s / node.weight)
         costs_s.append(cost_s if node.has_slot else cost_s + BUSY_S)
-    return _least(members, costs_s, suspects, avoid, num_best)
+    return _least(members, costs_s, suspects, avoid, num_near)
+
+
+def _ready_s(prefill: Member, work: Work, usual_s: float) -> float:
+    """Until the last token is computed, and what that costs others."""
+    return forecast_handoff(prefill, None, work, usual_s).ttft_s + others_wait_s(prefill, work, usual_s)
 
 
 def best_decode(
@@ -91,7 +113,7 @@ def best_decode(
         if may_compute and node.weighted_tail_token_s:
             tail_s = uncached[num_cached] * node.weighted_tail_token_s
             if tail_s < cost_s:
-                num_steps = -(uncached[num_cached] // -node.prompt_budget)
+                num_steps = -(uncached[num_cached] // -node.step_tokens)
                 tail_s += node.weighted_waiting_s + num_steps * node.step_s / node.weight
                 cost_s = min(cost_s, tail_s)
         cost_s += node.weighted_waiting_s
@@ -114,10 +136,8 @@ def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cache
     if prefill is None:
         return BUSY_S
     node = prefill.standing
-    token_s = node.token_s or usual_s
-    num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
-    ready_s = (num_uncached + tokens_waited(node, num_uncached)) * token_s
-    return (ready_s + after_last_s(node, work, num_uncached, num_uncached * token_s, num_cached)) / node.weight
+    parts = parts_of(work, node, work.cached_prefill.get(prefill.info.instance_id, 0), node.token_s or usual_s)
+    return (_ready_s(prefill, work, usual_s) + after_last_s(node, work, parts, num_cached)) / node.weight
 
 
 def _least(
