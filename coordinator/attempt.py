@@ -18,7 +18,7 @@ from coordinator.placement import Limits, Placement
 from coordinator.request import RequestState, may_succeed_elsewhere
 from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.inference import TokensGenerated
-from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
+from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockHash, CachedTokens, InstanceId
 
@@ -76,7 +76,7 @@ class Attempt:
                 self._lifetime.take(Edge.PREFILL_SENT, where)
                 await self._hand_over(placement)
         except BaseException:
-            # The Decode call may not have reached the node before it was cancelled; releasing twice is harmless.
+            # The node may not have been asked for the answer before this was cancelled; releasing twice is harmless.
             self._cluster.nodes.release(placement.address, placement.granted.reservation_id)
             raise
 
@@ -109,21 +109,20 @@ class Attempt:
     async def _read_answer(self, placement: Placement) -> None:
         client, limit_s = self._cluster.nodes.decode(placement.address), self._limits.request_timeout_s
         started = time.monotonic()
+
+        def take(tokens: tuple[GeneratedToken, ...]) -> bool:
+            if not self._state.has_begun:
+                self._note_begin(placement, time.monotonic() - started)
+            self._take(tokens)
+            return not self._state.answer.stop_string
+
         async with (
             self._cluster.while_member(placement.decode),
-            client.decode(placement.granted.reservation_id, placement.is_tail, timeout_s=limit_s) as events,
+            client.decode(placement.granted.reservation_id, placement.is_tail, timeout_s=limit_s) as answer,
         ):
-            async for event in events:
-                if isinstance(event, TokensDecoded):
-                    if not self._state.has_begun:
-                        self._note_begin(placement, time.monotonic() - started)
-                    self._take(event.tokens)
-                    if self._state.answer.stop_string:
-                        return
-                else:
-                    self._end_answer(event, placement)
-                    return
-        raise UnavailableError(f"decode node {placement.address} ended its stream before the answer")
+            finished = await answer.read(take)
+        if finished is not None:
+            self._end_answer(finished, placement)
 
     def _note_begin(self, placement: Placement, compute_s: float) -> None:
         """Of a tail: as seen from here, for an answer that a stop string ends before the decode node gives its own

@@ -48,9 +48,8 @@ class Cluster:
         self._second_look: asyncio.TimerHandle | None = None
 
     def join(self, info: NodeInfo) -> Member:
-        """Raises as Members.join."""
+        """What was at its address before has made way. Raises as Members.join."""
         member = self.members.join(info, self._now())
-        self.make_way(info)
         if info.role in self.caches:
             self.caches[info.role].joined(info.instance_id, self._now())
         logger.info("%s %s joined as %s", info.role.value, info.address, info.instance_id)
@@ -58,10 +57,17 @@ class Cluster:
         return member
 
     def make_way(self, info: NodeInfo) -> None:
-        """A process has started where this node is: what was there before is gone."""
+        """A process has started where this node is: what was there before is gone. Raises UnavailableError where that
+        is alive, so that one of the two has a wrong address."""
         past = self.members.past_of(info)
-        if past is not None:
-            self._lose(past, "was replaced by a new process")
+        if past is None:
+            return
+        if past.is_alive(self._now()):
+            raise UnavailableError(
+                f"{info.address} is where {past.info.role.value} {past.info.instance_id} is, which is alive: give each "
+                "node an --advertise of its own, or stop that one"
+            )
+        self._lose(past, "was replaced by a new process")
 
     def update(self, member: Member, status: NodeStatus) -> None:
         """Raises StaleError when the node is no member any more."""

@@ -130,5 +130,9 @@ def after_last_s(prefill: Standing, work: Work, parts: PromptParts, num_cached: 
     """
     num_blocks = work.num_prompt_blocks - min(num_cached, work.num_prompt_blocks - 1)
     last_blocks = min(num_blocks, math.ceil(min(parts.num_rest, prefill.chunk_tokens) / work.block_tokens))
-    block_s = work.block_bytes * prefill.byte_s
-    return max(last_blocks * block_s, num_blocks * block_s - parts.rest_s)
+    return max(last_blocks * work.block_bytes * prefill.byte_s, late_s(prefill, work, parts, num_blocks))
+
+
+def late_s(prefill: Standing, work: Work, parts: PromptParts, num_blocks: int) -> float:
+    """That a link takes for so many blocks beyond what the prompt is computed in."""
+    return max(0.0, num_blocks * work.block_bytes * prefill.byte_s - parts.rest_s)

@@ -17,7 +17,8 @@ from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_p
 from kvrelay.rpc import convert_cluster, convert_explain, convert_inference
 from kvrelay.types import InstanceId
 
-SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
+CLUSTER_SERVICE = "kvrelay.pb.Cluster"
+SERVICE_NAMES = ("kvrelay.pb.Inference", CLUSTER_SERVICE)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -67,11 +68,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsReply(models=models)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelReply:
-        self._door.cancel(request.request_id, self._identify(context))
+        self._door.cancel(request.request_id, self._identify(context).tenant)
         return inference_pb2.CancelReply()
 
     async def Explain(self, request: inference_pb2.ExplainRequest, context: Context) -> inference_pb2.ExplainReply:
-        explanation = self._door.explain(request.request_id, self._identify(context))
+        explanation = self._door.explain(request.request_id, self._identify(context).tenant)
         return convert_explain.explanation_to_pb(explanation)
 
 

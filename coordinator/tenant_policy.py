@@ -22,7 +22,7 @@ OF_MODEL = "max_prompt_tokens@"  # followed by a model's name
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 
 
-_BOUNDS = ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens")
+_BOUNDS = ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens", "max_open")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class TenantPolicy:
     itl_s: float = 0.0  # the same, between two tokens
     max_prompt_tokens: int = 0
     daily_tokens: int = 0  # of prompts and answers, each day of UTC; 0: no budget
+    max_open: int = 0  # answers that wait or are computed at a time
     prompt_tokens_by_model: Mapping[str, int] = field(default_factory=dict)  # instead of max_prompt_tokens
 
     def __post_init__(self) -> None:

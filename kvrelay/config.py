@@ -87,6 +87,14 @@ class RoleConfig:
     )
     log_level: str = option("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
     log_format: str = option("text", "one line of text or one JSON object a message", choices=("text", "json"))
+    peer_ca: str = option(
+        "",
+        "CA that signs the certificates of all roles: with peer_cert and peer_key roles speak mutual TLS; none: in the "
+        "clear",
+        unit="file",
+    )
+    peer_cert: str = option("", "this role's certificate, for the host that others reach it by", unit="file")
+    peer_key: str = option("", "the key of peer_cert", unit="file")
     grace_s: float = option(30.0, "time running requests get to finish after SIGTERM", unit="s", minimum=0)
 
     def check(self) -> None:

@@ -17,17 +17,20 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
 from kvrelay.rpc import convert_errors, grpc_log, health
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
-from kvrelay.rpc.credentials import MutualTLS
+from kvrelay.rpc.credentials import ServerTLS
 from kvrelay.rpc.raw import KV_TRANSFER
 
 logger = logging.getLogger(__name__)
 
 # Status and metadata travel in HTTP/2 headers, percent-encoded and base64; grpc refuses more than 8 KiB of them.
 MAX_ERROR_BYTES = 1_000
+UNKNOWN_METHOD = "unknown"  # to who counts: callers choose the names of those
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 OnError = Callable[[str, str], None]  # method, error code
+Metadata = Iterable[tuple[str, str | bytes]]
+Guard = Callable[[str, Metadata], None]  # method and what the caller sent with it; raises KVRelayError to refuse it
 OnOpen = Callable[[str, int], None]  # method, 1 when one of its calls begins and -1 when it is over
 
 
@@ -35,10 +38,12 @@ def make_server(
     *,
     on_error: OnError | None = None,
     on_open: OnOpen | None = None,
+    guard: Guard | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one, `on_open`
-    those that handlers are at work on."""
+    those that handlers are at work on. `guard` is asked about each call, of an unknown method too, before any of its
+    message is read."""
     grpc_log.calm()
     options = (
         *KEEPALIVE_OPTIONS,
@@ -48,7 +53,8 @@ def make_server(
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     )
-    return grpc.aio.server(interceptors=(ErrorInterceptor(on_error or _ignore, on_open or _ignore),), options=options)
+    interceptor = ErrorInterceptor(on_error or _ignore, on_open or _ignore, guard)
+    return grpc.aio.server(interceptors=(interceptor,), options=options)
 
 
 async def abort(context: Context, error: KVRelayError) -> Never:
@@ -59,8 +65,8 @@ async def abort(context: Context, error: KVRelayError) -> Never:
     raise AssertionError("abort returned")
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, tls: MutualTLS | None = None) -> int:
-    """The port the server will answer on once started, to anyone or, with `tls`, to who proves himself.
+def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTLS | None = None) -> int:
+    """The port the server will answer on once started, in the clear without `tls`.
 
     Raises ConfigError when it cannot be had.
     """
@@ -88,9 +94,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     grpc itself leaves a cancelled generator to the garbage collector.
     """
 
-    def __init__(self, on_error: OnError, on_open: OnOpen) -> None:
+    def __init__(self, on_error: OnError, on_open: OnOpen, guard: Guard | None) -> None:
         self._on_error = on_error
         self._on_open = on_open
+        self._guard = guard
         self._guarded: dict[str, tuple[Any, Any]] = {}  # handler found and handler made from it, by method
 
     async def intercept_service(
@@ -98,17 +105,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if self._guard is not None:
+            try:
+                self._guard(method, handler_call_details.invocation_metadata)
+            except KVRelayError as error:
+                self._on_error(method if handler is not None else UNKNOWN_METHOD, error.code)
+                return _refusing(error)
         if handler is None:
             return None
         found, guarded = self._guarded.get(method, (None, None))
         if found is not handler:
-            guarded = self._guard(method, handler)
+            guarded = self._wrap(method, handler)
             self._guarded[method] = (handler, guarded)
         return guarded
 
-    def _guard(self, method: str, handler: Any) -> Any:
+    def _wrap(self, method: str, handler: Any) -> Any:
         arity = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
@@ -139,6 +152,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 self._on_open(method, -1)
 
         return guarded
+
+
+def _refusing(error: KVRelayError) -> Any:
+    """A handler for calls of any kind: it reads nothing of them."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await abort(context, error)
+
+    make: Any = grpc  # the stubs know only handlers of synchronous servers
+    return make.stream_stream_rpc_method_handler(refuse)
 
 
 def _parsing(run: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:

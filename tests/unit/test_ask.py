@@ -75,6 +75,11 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--timeout", "-1"], "--timeout is -1; allowed is a number of seconds over 0"),
         (["hello", "--n", "0"], "n is 0; allowed is [1, 128]"),
         (["hello", "--n", "129"], "n is 129; allowed is [1, 128]"),
+        (
+            ["hello", "--keep-s", "60"],
+            "keep_s is 60, but the request has no request_id to find its answer by; choose one",
+        ),
+        (["hello", "--keep-s", "601", "--request-id", "a"], "keep_s is 601; allowed is [0, 600] seconds"),
         (["hello", "--priority", "101"], "priority is 101; allowed is [-100, 100]"),
         (["hello", "--ttft-target", "0"], "ttft_target_s is 0; allowed is a number of seconds over 0"),
         (["hello", "--itl-target", "inf"], "itl_target_s is inf; allowed is a number of seconds over 0"),
@@ -147,6 +152,22 @@ async def test_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None
 
         assert await asyncio.to_thread(ask.main, ["hello", "--top-p", "2", *address]) == 1
         assert capsys.readouterr().err == "kvrelay ask: top_p is 2.0; allowed is (0, 1]\n"
+
+
+async def test_a_kept_answer_is_read_again_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ends() as cluster:
+        node = cluster.decode[0]
+        node.at["token"].hold()
+        asked = ["hello", "--keep-s", "60", "--request-id", "mine", "--address", cluster.address]
+        assert await asyncio.to_thread(ask.main, [*asked, "--timeout", "0.3"]) == 1  # the request outlives its call
+        node.at["token"].let_go()
+        capsys.readouterr()
+        for _ in range(2):
+            assert await asyncio.to_thread(ask.main, asked) == 0
+            assert capsys.readouterr().out.startswith(f"{ANSWER_TEXT}\n\n")
+        assert len(node.requests) == 1
+        assert await asyncio.to_thread(ask.main, asked[:1] + asked[3:]) == 1
+        assert "the id 'mine' is that of a request" in capsys.readouterr().err
 
 
 async def test_several_answers_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,7 +231,7 @@ def test_the_documentation_table_has_a_row_for_each_field() -> None:
     rows = markdown_table(StoreConfig, "kvstore").splitlines()
 
     assert rows[0] == "| flag | environment | default | meaning |"
-    assert len(rows) == 2 + 7 + 6
+    assert len(rows) == 2 + 10 + 6
     assert "| `--path` | `KVRELAY_KVSTORE_PATH` | required | directory of the disk tier |" in rows
     assert "| `--memory-bytes` | `KVRELAY_KVSTORE_MEMORY_BYTES` | `1GiB` | size of the memory tier |" in rows
     assert "| `--upstream` | `KVRELAY_KVSTORE_UPSTREAM` | none | store to fill from |" in rows
