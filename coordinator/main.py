@@ -14,7 +14,7 @@ from coordinator.admission import Admission
 from coordinator.auth import make_authenticator
 from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
-from coordinator.doors import guard_of_clients
+from coordinator.doors import guard_of_clients, limits_of_clients
 from coordinator.fairness import DeficitRounds
 from coordinator.front_door import FrontDoor
 from coordinator.http.app import make_app
@@ -92,7 +92,7 @@ class Coordinator:
     def doors(self) -> Sequence[Door]:
         port, cluster_port = self._config.port, self._config.cluster_port
         guard = guard_of_clients(self.authenticator, nodes_join_here=cluster_port < 0)
-        clients = Door(port, self.register, self.service_names, guard, self._door_tls)
+        clients = Door(port, self.register, self.service_names, guard, self._door_tls, limits_of_clients)
         nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,), tls=self.peer_tls)
         return (clients,) if cluster_port < 0 else (clients, nodes)
 

@@ -16,7 +16,6 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.config import NodeConfig
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineCore, EngineLoop
 from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
@@ -26,6 +25,7 @@ from kvrelay.kv.offload import Offloader
 from kvrelay.kv.open_store import open_store
 from kvrelay.kv.quiet import Quiet
 from kvrelay.model.weight_source import WeightForms
+from kvrelay.role_config import NodeConfig
 from kvrelay.rpc.credentials import peer_tls
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships

@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrelay import config as configuration
 from kvrelay import log, metrics
-from kvrelay.config import RoleConfig
 from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
@@ -164,8 +164,7 @@ def _open(
     on_error, on_open = _error_counter(registry), _open_gauge(registry)
     servers, ports = [], []
     for door in doors:
-        server = rpc_server.make_server(on_error=on_error, on_open=on_open, guard=door.guard)
-        door.register(server)
+        server = door.make_server(on_error, on_open)
         readiness.register(server)
         rpc_server.add_reflection(server, door.service_names)
         servers.append(server)

@@ -21,7 +21,7 @@ from kvrelay.cluster import ClusterStatus
 from kvrelay.inference import Prompt, TextPrompt
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
-from kvrelay.rpc.server import add_reflection, bind, make_server
+from kvrelay.rpc.server import add_reflection, bind
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import InstanceId
 from tests.support.answers import Answer, collect
@@ -161,8 +161,7 @@ async def _coordinator(
 @asynccontextmanager
 async def _opened(door: Door, readiness: Readiness) -> AsyncIterator[str]:
     """Its address, on a port of its own."""
-    server = make_server(guard=door.guard)
-    door.register(server)
+    server = door.make_server()
     readiness.register(server)
     add_reflection(server, door.service_names)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, door.tls)}"
