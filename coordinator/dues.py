@@ -8,7 +8,7 @@ more than they get. What the others take, they take; the rest is due, by weight,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from coordinator.queue_wait import AdmittedPace
@@ -16,7 +16,7 @@ from coordinator.queue_wait import AdmittedPace
 MEMORY_S = 30.0  # what was let in so long ago counts 1/e
 WANTS_S = 5.0  # a tenant wants more for so long after a refusal
 TOLERANCE = 0.05  # what a tenant may have more than another, over weight, and still not be ahead of it
-_MAX_TENANTS = 1_000  # whose tokens are remembered
+_MAX_TENANTS = 1_000  # whose tokens, and whose refusals, are remembered
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Account:
 
 
 class Dues:
-    """`weight_of` gives a tenant's weight. Each call takes O(tenants that want more)."""
+    """`weight_of` gives a tenant's weight. Each call takes O(tenants that want more, or had some lately)."""
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
@@ -56,6 +56,8 @@ class Dues:
         self._pace.begin(now)
         self._wanting.pop(tenant, None)
         self._wanting[tenant] = now + WANTS_S
+        if len(self._wanting) > _MAX_TENANTS:
+            del self._wanting[next(iter(self._wanting))]
 
     def positions_per_s(self, now: float) -> float | None:
         """Let in, of all tenants', while some want more; None while too few were."""
@@ -63,12 +65,21 @@ class Dues:
         return self._pace.tokens_per_s(now)
 
     def part(self, tenant: str, now: float) -> float:
-        """Of all that is let in, what the tenant is due if it wants more."""
+        """Of all that is let in, what the tenant is due if it wants more; never less than by weight among all that had
+        some lately, whatever those took."""
         self._pass_on(now)
         wanting = {*self._wanting, tenant}
         total = self._all.now(now)
         theirs = min(1.0, sum(self._had(name, now) for name in wanting) / total) if total else 1.0
-        return theirs * self._weight_of(tenant) / sum(map(self._weight_of, wanting))
+        least = 1 / sum(map(self._weight_of, wanting.union(self._lately(now))))
+        return self._weight_of(tenant) * max(theirs / sum(map(self._weight_of, wanting)), least)
+
+    def _lately(self, now: float) -> Iterator[str]:
+        """Tenants of which something was let in while that counts, the last first."""
+        for name, account in reversed(self._accounts.items()):
+            if account.at <= now - MEMORY_S:
+                return
+            yield name
 
     def is_ahead(self, tenant: str, now: float) -> bool:
         """Another wants more and has had less, over weight."""

@@ -14,9 +14,11 @@ from coordinator.admission import Admission
 from coordinator.auth import make_authenticator
 from coordinator.cluster import Cluster
 from coordinator.config import CoordinatorConfig
-from coordinator.doors import guard_of_clients
+from coordinator.doors import guard_of_clients, limits_of_clients
 from coordinator.fairness import DeficitRounds
 from coordinator.front_door import FrontDoor
+from coordinator.http.app import make_app
+from coordinator.http.server import HttpServer
 from coordinator.identity import Identify, identify
 from coordinator.members import COMPUTING_ROLES, Members
 from coordinator.metrics import CoordinatorMetrics
@@ -34,6 +36,7 @@ from coordinator.text import LongTexts, Text
 from coordinator.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from coordinator.vllm_engine.service import VllmEngineService
 from kvrelay.rpc import process
+from kvrelay.rpc.credentials import DoorTLS, peer_tls
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.tokenizer import load_tokenizer
@@ -63,8 +66,11 @@ class Coordinator:
         config.check()
         self._config = config
         self.authenticator = make_authenticator(config)
+        self._door_tls = DoorTLS(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
         self._readiness: Readiness | None = None
-        self._nodes = Nodes()
+        self._http: HttpServer | None = None
+        self.peer_tls = peer_tls(config)
+        self._nodes = Nodes(self.peer_tls)
         self._metrics = CoordinatorMetrics(registry)
         self._long_texts = LongTexts()
         policies = parse_policies(config.tenants)
@@ -86,8 +92,8 @@ class Coordinator:
     def doors(self) -> Sequence[Door]:
         port, cluster_port = self._config.port, self._config.cluster_port
         guard = guard_of_clients(self.authenticator, nodes_join_here=cluster_port < 0)
-        clients = Door(port, self.register, self.service_names, guard)
-        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,))
+        clients = Door(port, self.register, self.service_names, guard, self._door_tls, limits_of_clients)
+        nodes = Door(cluster_port, self._membership.register, (CLUSTER_SERVICE,), tls=self.peer_tls)
         return (clients,) if cluster_port < 0 else (clients, nodes)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -97,6 +103,11 @@ class Coordinator:
 
     async def start(self, address: str, readiness: Readiness) -> None:
         self._readiness = readiness
+        if self._config.http_port >= 0:
+            self._http = HttpServer(
+                make_app(self.door, readiness, self.authenticator), self._door_tls.of_http() if self._door_tls else None
+            )
+            self._http.start(self._config.host, self._config.http_port)
         for model in self._models:
             self._changed(model.name)
 
@@ -107,8 +118,15 @@ class Coordinator:
             for cluster in self._models.clusters:
                 cluster.will_end_streams()
 
+    @property
+    def http_port(self) -> int | None:
+        """Where the HTTP door is, once started; None without one."""
+        return None if self._http is None else self._http.port
+
     async def close(self) -> None:
         await self.door.close()
+        if self._http is not None:
+            await self._http.close()
         for cluster in self._models.clusters:
             cluster.close()
         await self._nodes.close()

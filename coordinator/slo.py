@@ -7,6 +7,7 @@ the pace that is due to the tenant (`coordinator.dues`), and one that has had mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,6 +60,9 @@ class Prediction:
     tokens_per_s: float | None  # at which room comes free, of all tenants'
     num_tokens: int  # that it wants: of the prompt, what is not cached
     num_positions: int  # of prompt and answers: the same whenever it comes
+    # By nodes' rates, of the quickest with nothing beside it: it need not be where it would go now. 0: not known
+    quickest_ttft_s: float = math.inf
+    quickest_itl_s: float = math.inf
 
     @property
     def ttft_s(self) -> float:
@@ -71,12 +75,12 @@ class Prediction:
     @property
     def least_ttft_s(self) -> float:
         """However short the queues become."""
-        return self.forecast.ttft_s - self.forecast.queue_s if self.forecast else 0.0
+        return min(self.forecast.ttft_s - self.forecast.queue_s, self.quickest_ttft_s) if self.forecast else 0.0
 
     @property
     def least_itl_s(self) -> float:
         """With nothing beside it; 0 where that is not known."""
-        return self.forecast.least_itl_s if self.forecast else 0.0
+        return min(self.forecast.least_itl_s, self.quickest_itl_s) if self.forecast else 0.0
 
 
 class _Pace(NamedTuple):

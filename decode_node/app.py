@@ -52,7 +52,7 @@ class DecodeApp:
 
     @property
     def doors(self) -> Sequence[Door]:
-        return (Door(self._config.port, self.register, self.service_names),)
+        return (Door(self._config.port, self.register, self.service_names, tls=self.host.tls),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
@@ -66,8 +66,11 @@ class DecodeApp:
         await self.host.join(Role.DECODE_NODE, address)
 
     async def drain(self, deadline_s: float) -> None:
-        if self._service.node is not None:
-            await self._service.node.drain(max(0.0, deadline_s - LAST_WORDS_S))
+        try:
+            if self._service.node is not None:
+                await self._service.node.drain(max(0.0, deadline_s - LAST_WORDS_S))
+        finally:
+            self._service.end_streams()
 
     async def close(self) -> None:
         await self.host.close()

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -122,7 +121,7 @@ class DecodeNode:
     async def fork(self, reservation_id: ReservationId, index: int) -> ReservationGranted:
         """Another answer to the prompt that a reservation was granted for, drawn by the seed of (its seed, index).
 
-        It is a reservation of its own, whose Decode call gives its tokens; it shares the blocks of the first one's
+        It is a reservation of its own, with an answer of its own; it shares the blocks of the first one's
         prompt. Raises NotFoundError if they are not committed and here, OverloadedError if there is no room.
         """
         self._check_ready()
@@ -148,18 +147,21 @@ class DecodeNode:
         """Seconds until the lease lapses now. Raises NotFoundError."""
         return self.reservations.renew(reservation_id, self.clock())
 
-    @contextmanager
-    def decoding(self, reservation_id: ReservationId, *, compute_tail: bool) -> Iterator[TokenStream]:
-        """The tokens of a reservation; leaving the block ends it and frees all it held. Raises as Reservations.open."""
+    def open(self, reservation_id: ReservationId, *, compute_tail: bool) -> TokenStream:
+        """The tokens of a reservation, whose lease cannot lapse from now on: whoever reads them has to `end` it.
+
+        Raises as Reservations.open; UnavailableError, ending it, when the engine does not run.
+        """
         entry = self.reservations.open(reservation_id, compute_tail=compute_tail)
         try:
             if compute_tail:
                 self._command(entry, self._newcomer(lambda core: core.compute(reservation_id, entry.sequence)))
             elif entry.phase in (Phase.COMMITTING, Phase.COMMITTED):
                 self._command(entry, self._newcomer(lambda core: core.run(reservation_id)))
-            yield self._requests[reservation_id].stream
-        finally:
-            self.end(reservation_id, NotFoundError(f"the Decode call of reservation {reservation_id} has ended"))
+        except KVRelayError as error:
+            self.end(reservation_id, error)
+            raise
+        return self._requests[reservation_id].stream
 
     def begin_receive(self, reservation_id: ReservationId, attempt: int) -> Request:
         """A handoff begins; an older one under way is interrupted. Raises StaleError."""
@@ -238,6 +240,7 @@ class DecodeNode:
             limits=self._limits,
             rates=load.rates,
             num_waiting_tokens=load.num_waiting_tokens,
+            step_tokens=load.step_tokens,
         )
 
     def _num_slots_free(self, load: EngineLoad) -> int:

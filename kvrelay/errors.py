@@ -6,6 +6,7 @@ succeed if sent again. Messages say what was wrong and what is allowed or to be 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
 
@@ -227,3 +228,20 @@ class ConfigError(KVRelayError):
     code = "bad_config"
     status = Status.FAILED_PRECONDITION
     http_status = 500
+
+
+def error_of(code: str, message: str, *, retryable: bool, retry_after_s: float = 0.0) -> KVRelayError:
+    """The error that had this code. One that is not known here gives a KVRelayError that carries it."""
+    error = ERRORS_BY_CODE.get(code, KVRelayError)(message, retry_after_s=retry_after_s)
+    if error.code != code:
+        error.code, error.retryable = code, retryable
+    return error
+
+
+def _tree(root: type[KVRelayError]) -> Iterator[type[KVRelayError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _tree(child)
+
+
+ERRORS_BY_CODE = {cls.code: cls for cls in _tree(KVRelayError)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shlex
 import shutil
@@ -18,6 +19,7 @@ from kvrelay.config_table import config_class
 from kvrelay.demo_model import cache_directory, fetch
 from kvrelay.errors import ConfigError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome, Say
+from kvrelay.locks import Locks, lock
 from kvrelay.planned_roles import DEFAULT_PORT_BASE, PlannedRole, check_ports, check_shape, plan
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_PORT_BASE,
         metavar="N",
         help="the coordinator's port; kvstore +1, further coordinators +2.., prefill nodes +10.., decode nodes +20.., "
-        "further kvstores after them, metrics of each +100 "
+        "further kvstores after them, metrics of each +100, HTTP of a coordinator +600 "
         f"(default: {DEFAULT_PORT_BASE})",
     )
     parser.add_argument(
@@ -59,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kvstores", type=int, metavar="N", help="how many KV stores (default: 1)")
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="logs and the store's disk tier (default: a cache directory)"
+    )
+    parser.add_argument(
+        "--secure",
+        action="store_true",
+        help="TLS everywhere, and no answer without the API key that is printed; nodes join at other ports, +200",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with more settings, given to each role")
     parser.add_argument(
@@ -82,18 +89,19 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
     given = models_of(options)
     check_shape(options, len(given))
     data_dir: Path = options.data_dir or cache_directory() / f"up-{options.port_base}"
-    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir)
+    locks = lock(data_dir / "locks", options.host) if options.secure else None
+    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir, locks)
     check_settings(draft)
     check_ports(draft)
     models = {name: find_model(path, say) for name, path in given.items()}
-    roles = plan(options, models, data_dir)
+    roles = plan(options, models, data_dir, locks)
     try:
         (data_dir / "logs").mkdir(parents=True, exist_ok=True)
         cluster = _make_cluster(options, roles, command, data_dir, say)
     except OSError as error:
         raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from error
     say(f"starting {', '.join(role.name for role in roles)} with {_listed(models)} in {options.dtype}")
-    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir), flush=True)))
+    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir, locks), flush=True)))
     return 1 if outcome is Outcome.FAILED else 0
 
 
@@ -144,8 +152,8 @@ def _make_cluster(
     return cluster
 
 
-def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
-    """What a newcomer needs now: addresses, and three calls that work as they are written."""
+def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | None = None) -> str:
+    """What a newcomer needs now: addresses, and four calls that work as they are written."""
     coordinator = roles[0]
     program = _program()
     where = "" if coordinator.address == f"127.0.0.1:{DEFAULT_PORT_BASE}" else f" --address {coordinator.address}"
@@ -155,16 +163,29 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
         for role in roles
     ]
     of_model = next((f" --model {shlex.quote(role.model)}" for role in roles if role.model), "")
+    host = f"[{coordinator.host}]" if ":" in coordinator.host else coordinator.host
+    base_url = f"{'https' if locks else 'http'}://{host}:{coordinator.http_port}/v1"
+    rows += ["", f"OpenAI's API is at {base_url}"]
+    shown = '--cacert "$KVRELAY_CA" -H "Authorization: Bearer $KVRELAY_API_KEY" ' if locks else ""
     calls = [
+        f"  curl {shown}{base_url}/chat/completions -d {shlex.quote(_chat_body(roles))}",
         f'  {program} ask{where}{of_model} --temperature 0 "What is the capital of France?"',
         f"  {program} status{where}",
         f'  {program} ask{where}{of_model} --json --temperature 0 --max-tokens 16 --raw "1, 2, 3,"',
     ]
+    if locks is not None:
+        calls = [f"  export KVRELAY_API_KEY={locks.api_key} KVRELAY_CA={shlex.quote(str(locks.ca))}", *calls]
     logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
     note = []
     if roles[1].role is Role.COORDINATOR:
         note = ["", "A request's id belongs to the coordinator it was sent to: cancel it there, by --address."]
     return "\n".join(["", "kvrelay is up.", *rows, "", "Try, in another terminal:", *calls, *note, "", logs, ""])
+
+
+def _chat_body(roles: Sequence[PlannedRole]) -> str:
+    """A request of OpenAI's API."""
+    named = next(({"model": role.model} for role in roles if role.model), {})
+    return json.dumps({**named, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
 
 
 def _program() -> str:

@@ -16,7 +16,6 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.config import NodeConfig
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineCore, EngineLoop
 from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
@@ -26,6 +25,8 @@ from kvrelay.kv.offload import Offloader
 from kvrelay.kv.open_store import open_store
 from kvrelay.kv.quiet import Quiet
 from kvrelay.model.weight_source import WeightForms
+from kvrelay.role_config import NodeConfig
+from kvrelay.rpc.credentials import peer_tls
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.node_service import NodeService
@@ -61,6 +62,7 @@ class EngineHost(Generic[C]):
         """
         self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
         self.readiness = Readiness()
+        self.tls = peer_tls(config)
         self._quiet = Quiet()
         self._config = config
         self._instance_id = instance_id
@@ -105,7 +107,7 @@ class EngineHost(Generic[C]):
             return await self.engine.call(lambda core: read(core, block_hash))
 
         config, info = self._config, self.loaded.info
-        store = open_store(config.kvstore, config.kvstore_replicas, info.layout, info.fingerprint)
+        store = open_store(config.kvstore, config.kvstore_replicas, info.layout, info.fingerprint, self.tls)
         self._closing.push_async_callback(store.close)
         self._offloader = Offloader(store, read_block, quiet=self._quiet, batch_blocks=batch_blocks)
         self._closing.push_async_callback(self._offloader.close)
@@ -122,7 +124,7 @@ class EngineHost(Generic[C]):
         """Everything is there: joins the configured coordinators, if any, and sets readiness from now on."""
         info = NodeInfo(role, self._instance_id, address, self.loaded.info)
         cached = self.loaded.pool.named
-        self._memberships = Memberships(self._config.coordinator, info, self.reported, cached=cached)
+        self._memberships = Memberships(self._config.coordinator, info, self.reported, cached=cached, tls=self.tls)
         self._closing.push_async_callback(self._memberships.close)
         await self._memberships.start()
         self._look_at_health()

@@ -81,7 +81,7 @@ def slot_engine(num_blocks: int) -> tuple[SlotCache, SlotRunner]:
 
 
 async def opened(harness: Harness, granted: ReservationGranted) -> None:
-    """Waits until the node has a reservation's Decode call."""
+    """Waits until a reservation's answer is read."""
     async with asyncio.timeout(60.0):
         while not harness.node.reservations.get(granted.reservation_id).decoding:
             await asyncio.sleep(0.001)

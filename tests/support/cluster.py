@@ -268,7 +268,7 @@ class Cluster:
         return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2]]
+        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2], "--http-port", "-1"]
         return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:

@@ -8,6 +8,9 @@ from kvrelay.cluster import CacheCleared, CacheEvents, CacheRemoved, CacheStored
 from kvrelay.kv.layout import ITEM_BYTES, KVLayout
 from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
+    AnswersAdvanced,
+    AnswersAsked,
+    AnswerWanted,
     BlocksReceived,
     DecodeFinished,
     HandoffBegin,
@@ -17,11 +20,19 @@ from kvrelay.messages import (
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    TokensDecoded,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
 from kvrelay.structured import StructuredOutput, StructureKind
-from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId, Role
+from kvrelay.types import (
+    AnswerHandle,
+    BlockCounts,
+    CachedTokens,
+    FinishReason,
+    InstanceId,
+    RequestId,
+    ReservationId,
+    Role,
+)
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -93,6 +104,8 @@ node_statuses = st.builds(
     NodeStatus,
     *(st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64),
     st.none() | decode_limits | prefill_limits,
+    step_tokens=u32,
+    prompt_tokens=st.lists(u32, max_size=64).map(tuple),
 )
 block_hashes = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=4)
 cache_events = st.builds(
@@ -112,9 +125,23 @@ granted = st.builds(ReservationGranted, texts, texts, u32, numbers)
 token_runs = st.lists(st.builds(GeneratedToken, u32), min_size=1, max_size=4) | st.lists(
     st.builds(GeneratedToken, u32, step_logprobs), min_size=1, max_size=4
 )
-decode_events = st.builds(TokensDecoded, token_runs.map(tuple)) | st.builds(
-    DecodeFinished, st.sampled_from(FinishReason), cached_tokens, numbers
+handles = u64.map(AnswerHandle)
+answers_asked = st.builds(
+    AnswersAsked,
+    st.lists(st.builds(AnswerWanted, handles, ids.map(ReservationId), st.booleans(), numbers), max_size=4).map(tuple),
+    st.lists(handles, max_size=4).map(tuple),
 )
+decode_ends = st.builds(DecodeFinished, st.sampled_from(FinishReason), cached_tokens, numbers)
+
+
+@st.composite
+def answers_advanced(draw: st.DrawFn) -> AnswersAdvanced:
+    """Each answer once; those without log-probabilities first, as on the wire."""
+    runs = draw(st.dictionaries(handles, token_runs.map(tuple), max_size=4))
+    tokens = sorted(runs.items(), key=lambda run: run[1][0].logprobs is not None)
+    return AnswersAdvanced(tuple(tokens), tuple(draw(st.lists(st.tuples(handles, decode_ends), max_size=4))))
+
+
 handoff_begins = st.builds(HandoffBegin, ids, texts, u32, texts, texts, u32, u32)
 handoff_ends = st.builds(HandoffEnd, u32, st.binary(min_size=16, max_size=16), generated_tokens)
 received = st.builds(BlocksReceived, u32, st.booleans())
