@@ -47,6 +47,7 @@ class EngineLoad:
     num_waiting: int = 0
     num_preempted: int = 0  # of those that wait; while there are any, no reservation is granted
     num_waiting_tokens: int = 0  # that are computed here before sequences can go on by one token a step
+    step_tokens: int = 0  # of those, that the next step computes at most
     rates: NodeRates = field(default_factory=NodeRates)
 
 
@@ -365,5 +366,6 @@ class DecodeCore:
             scheduler.num_waiting,
             scheduler.num_preempted,
             num_waiting_tokens=scheduler.num_waiting_tokens,
+            step_tokens=scheduler.bounds[1],
             rates=self._rates.rates(),
         )

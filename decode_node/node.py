@@ -240,6 +240,7 @@ class DecodeNode:
             limits=self._limits,
             rates=load.rates,
             num_waiting_tokens=load.num_waiting_tokens,
+            step_tokens=load.step_tokens,
         )
 
     def _num_slots_free(self, load: EngineLoad) -> int:

@@ -75,6 +75,7 @@ class PrefillOutput:
     step_tokens: int = 0  # that the next step computes at most
     num_remaining_tokens: int = 0  # to compute, of the jobs that compute
     num_waiting_tokens: int = 0  # the same, and those of jobs that wait or load, as far as they are not cached here
+    prompt_tokens: tuple[int, ...] = ()  # each job's part of those, in order of arrival
     num_step_tokens: int = 0  # computed by the step, in step_s
     step_s: float = 0.0
 
@@ -164,6 +165,7 @@ class PrefillCore:
         """News that was not told yet, and how the node stands now."""
         events, self._events = tuple(self._events), []
         self._changed = False
+        uncomputed = tuple(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed)
         return PrefillOutput(
             events=events,
             blocks=self.pool.counts(),
@@ -173,7 +175,8 @@ class PrefillCore:
             limits=self.scheduler.limits,
             step_tokens=self.scheduler.step_tokens,
             num_remaining_tokens=self.scheduler.num_remaining_tokens,
-            num_waiting_tokens=sum(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed),
+            num_waiting_tokens=sum(uncomputed),
+            prompt_tokens=tuple(filter(None, uncomputed)),
         )
 
     # EngineCore

@@ -116,6 +116,8 @@ class PrefillJobs:
             limits=output.limits,
             rates=self._rates.rates(),
             num_waiting_tokens=output.num_waiting_tokens,
+            step_tokens=output.step_tokens,
+            prompt_tokens=output.prompt_tokens,
         )
 
     async def set_limits(self, limits: PrefillLimits) -> PrefillLimits:
