@@ -61,12 +61,10 @@ async def _run(path: Path, start: int, numbers: Mapping[bytes, int]) -> None:
         if start % 4 == 0:
             async for _ in store.compact():
                 pass
-    await asyncio.Event().wait()  # whoever kills it is late
 
 
 def _chains(start: int) -> Iterator[int]:
-    """Within the numbers of one life."""
-    return iter(range(start, start + NUMBERS - CHAIN + 1, CHAIN))
+    return iter(range(start, start + NUMBERS, CHAIN))
 
 
 def main(path: Path) -> None:
