@@ -14,6 +14,7 @@ from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.prefix_index import MAX_BLOCKS, PrefixIndex
 from coordinator.presence import Presence
+from coordinator.stored_prefixes import StoredPrefixes
 from kvrelay.cluster import CacheEvents, NodeInfo, NodeStatus
 from kvrelay.errors import InvalidRequestError, KVRelayError, StaleError, UnavailableError
 from kvrelay.types import BlockHash, InstanceId, Role
@@ -38,7 +39,8 @@ class Cluster:
         self._on_change = on_change
         self.circuits = Circuits()
         self.presence = Presence()
-        self.caches = {role: PrefixIndex(max_indexed_blocks) for role in COMPUTING_ROLES}
+        self.stored = StoredPrefixes(self._is_held, max_indexed_blocks)
+        self.caches = {role: PrefixIndex(max_indexed_blocks, self.stored.given_up) for role in COMPUTING_ROLES}
         self.foresight = Foresight()
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._ends_streams = False
@@ -113,6 +115,10 @@ class Cluster:
         member.assign(num_tokens)
         self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
 
+    def refused(self, member: Member, hashes: Sequence[BlockHash]) -> None:
+        """It did not take a request that was assigned to it."""
+        self.caches[member.info.role].refused(member.info.instance_id, hashes)
+
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:
         """A request goes to this node, or by the link between these two. One that is cancelled in the body, or refused
@@ -172,6 +178,9 @@ class Cluster:
             if timer is not None:
                 timer.cancel()
         self._timer = self._second_look = None
+
+    def _is_held(self, key: int) -> bool:
+        return any(cache.is_held(key) for cache in self.caches.values())
 
     def _on_second_look(self) -> None:
         self._second_look = None

@@ -9,8 +9,10 @@ from coordinator.model_list import add_model, parse_models
 from coordinator.prefix_index import MAX_BLOCKS
 from coordinator.prompt_limits import PromptLimits, parse_tokens_by_model
 from coordinator.tenant_policy import parse_policies
-from kvrelay.config import MAX_PORT, RoleConfig, option
+from kvrelay.address import MAX_PORT
 from kvrelay.errors import ConfigError
+from kvrelay.option import option
+from kvrelay.role_config import RoleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

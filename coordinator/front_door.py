@@ -131,7 +131,8 @@ class FrontDoor:
         if response_key is not None and (cached := self._cached(response_key, request_id, scope.tenant)) is not None:
             return cached
         request.sampling.validate(model.vocab_size)
-        _check_structured(request.sampling)
+        if request.sampling.structured is not None:
+            await served.text.check_structured(request.sampling.structured)
         prompt_ids = await served.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         # A drain may have begun meanwhile, and counts on the requests it found.
         self._check_open(request, served, caller)
@@ -288,11 +289,6 @@ class FrontDoor:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _check_structured(sampling: SamplingParams) -> None:
-    if sampling.structured is not None:
-        raise InvalidRequestError(f"structured output ({sampling.structured.kind}) is not served yet; leave it out")
 
 
 def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:

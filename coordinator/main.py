@@ -35,11 +35,12 @@ from coordinator.terms import Terms
 from coordinator.text import LongTexts, Text
 from coordinator.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from coordinator.vllm_engine.service import VllmEngineService
+from kvrelay.matchers import Matchers, make_matchers
 from kvrelay.rpc import process
 from kvrelay.rpc.credentials import DoorTLS, peer_tls
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
-from kvrelay.tokenizer import load_tokenizer
+from kvrelay.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.types import DEFAULT_TENANT, InstanceId, Role
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Coordinator:
         self._nodes = Nodes(self.peer_tls)
         self._metrics = CoordinatorMetrics(registry)
         self._long_texts = LongTexts()
+        self._matchers: list[Matchers] = []
         policies = parse_policies(config.tenants)
         if identify is _KNOWS_NOBODY and not self.authenticator.knows_callers:
             _warn_of_strangers(policies)
@@ -131,6 +133,8 @@ class Coordinator:
             cluster.close()
         await self._nodes.close()
         self._long_texts.close()
+        for matchers in self._matchers:
+            matchers.close()
 
     def _serve(self, name: str, path: Path, config: CoordinatorConfig, policies: TenantPolicies) -> ServedModel:
         tokenizer = load_tokenizer(path)
@@ -142,8 +146,17 @@ class Coordinator:
         cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
         cluster.foresight.on_came = self._metrics.came
         return ServedModel(
-            name, Text(tokenizer, self._long_texts), cluster, _admission(config, policies, self._metrics)
+            name,
+            Text(tokenizer, self._long_texts, self._make_matchers(tokenizer)),
+            cluster,
+            _admission(config, policies, self._metrics),
         )
+
+    def _make_matchers(self, tokenizer: Tokenizer) -> Matchers | None:
+        matchers = make_matchers(tokenizer, tokenizer.eos_token_ids)
+        if matchers is not None:
+            self._matchers.append(matchers)
+        return matchers
 
     def _changed(self, name: str) -> None:
         """Of that model there may be more room, or fewer nodes."""

@@ -13,12 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, least_itl_s
+from coordinator.forecast import least_itl_s
 from coordinator.foresight import Foresight
 from coordinator.members import Member
 from coordinator.pair import Pair, Prices
+from coordinator.prompt_parts import parts_of
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from coordinator.shortlist import NUM_BEST, best_decode, best_prefill
+from coordinator.work import Work
 from kvrelay.types import InstanceId
 
 NUM_CLOSE = 3  # prefill nodes that are tried with a decode node: what it has cached seldom makes another the best
@@ -101,8 +103,9 @@ class PairCosts:
         has measured nothing. The pair that costs least now may be none of the quickest."""
         work, prefill_s = self.work, []
         for member in self._prefill:
-            num_uncached = work.num_uncached(work.cached_prefill.get(member.info.instance_id, 0))
-            prefill_s.append(num_uncached * member.standing.token_s)
+            node, num_cached = member.standing, work.cached_prefill.get(member.info.instance_id, 0)
+            parts = parts_of(work, node, num_cached, node.token_s)
+            prefill_s.append(parts.load_s(queue_s=0.0) + parts.rest_s)
         for member in filter(self._may_compute, self._decode):
             num_uncached = work.num_uncached(work.cached_decode.get(member.info.instance_id, 0))
             prefill_s.append(num_uncached * member.standing.token_s)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from coordinator.admission import Admission
 from coordinator.candidates import costs_of
 from coordinator.cluster import Cluster
-from coordinator.forecast import Forecast, Work
+from coordinator.forecast import Forecast
 from coordinator.foresight import Foretold
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
@@ -20,6 +20,7 @@ from coordinator.queue import Demand, Ticket
 from coordinator.request import RequestState, may_succeed_elsewhere
 from coordinator.router import has_slot
 from coordinator.slo import Prediction
+from coordinator.work import Work
 from kvrelay.errors import KVRelayError, OverloadedError
 from kvrelay.limits import DecodeLimits
 from kvrelay.messages import ReservationGranted

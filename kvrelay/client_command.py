@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvrelay.config import is_address
+from kvrelay.address import is_address
 from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"

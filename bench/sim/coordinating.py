@@ -107,6 +107,7 @@ class Coordinator:
     def prefill_refused(self, request: SimRequest, busy: frozenset[InstanceId]) -> None:
         """The prefill node has no place for it, nor had those in `busy`."""
         assert request.prefill_node is not None
+        self._view.refused(self._view.by_id[request.prefill_node], request)
         self._send_to_another(request, busy | {request.prefill_node})
 
     # Its turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.config import REDIS_SCHEME
+from kvrelay.address import REDIS_SCHEME
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.redis_store import RedisStore

@@ -17,8 +17,8 @@ from typing import Protocol, Self
 
 import grpc
 
-from kvrelay.config import RoleConfig
 from kvrelay.errors import ConfigError
+from kvrelay.role_config import RoleConfig
 from kvrelay.watched_file import WatchedFiles
 
 _NO_PASSWORD = "none"  # of a key that has one: without this OpenSSL would ask for it at the terminal

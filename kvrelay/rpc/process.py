@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrelay import config as configuration
 from kvrelay import log, metrics
-from kvrelay.config import RoleConfig
 from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness

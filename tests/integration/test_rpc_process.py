@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvrelay.config import RoleConfig
 from kvrelay.errors import InvalidRequestError, UnavailableError
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import process, raw
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import open_channel

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.config import NodeConfig, RoleConfig, load, markdown_table, option, parse_size, parser, show_size
+from kvrelay.byte_size import parse_size, show_size
+from kvrelay.config import load, markdown_table, parser
 from kvrelay.errors import ConfigError
+from kvrelay.option import option
+from kvrelay.role_config import NodeConfig, RoleConfig
 from kvrelay.types import Role
 
 

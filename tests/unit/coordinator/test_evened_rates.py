@@ -7,9 +7,9 @@ import math
 import pytest
 
 from coordinator.evened_rates import IDLE_S, EvenedRates
-from coordinator.forecast import Work
 from coordinator.members import Members
 from coordinator.pair_cost import PairCosts
+from coordinator.work import Work
 from kvrelay.cluster import NodeInfo, NodeRates, NodeStatus
 from kvrelay.types import InstanceId, Role
 from tests.support.fake_nodes import MODEL

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, forecast_handoff, forecast_tail
+from coordinator.forecast import forecast_handoff, forecast_tail
 from coordinator.foresight import Foresight, Foretold, Way
 from coordinator.members import Member
 from coordinator.pair import Pair
 from coordinator.pair_cost import PairCosts
+from coordinator.work import Work
 from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
@@ -307,7 +308,7 @@ def test_among_slow_links_and_fast_ones_the_pair_taken_is_nearly_the_best(links:
     """At 100 kB a second a link takes 10 s for the prompt, at 10 MB 0.1 s, and computing it from 0.5 to 2 s."""
     ratios = [taken_s / least_s for taken_s, least_s in (_taken_and_least(seed, links) for seed in range(20))]
     assert max(ratios) < 1.2
-    assert sum(ratio > 1 + 1e-9 for ratio in ratios) <= 2
+    assert sum(ratio > 1 + 1e-9 for ratio in ratios) <= 3
 
 
 def _taken_and_least(seed: int, links: list[float]) -> tuple[float, float]:
@@ -375,8 +376,8 @@ def test_a_short_prompt_goes_where_it_holds_up_fewer_long_ones() -> None:
     (pair,) = rank_pairs(nodes, [decode_node()], work(500))
     assert names([pair]) == [("p2", "d1")]
     assert pair.forecast is not None
-    assert pair.forecast.ttft_s == pytest.approx((500 + 500 / 3 + 256) / 900)  # its own
-    assert pair.cost_s == pytest.approx((500 + 500) / 900)
+    assert pair.forecast.ttft_s == pytest.approx((256 + 2 * 512) / 900)  # half of the step that runs and two more
+    assert pair.cost_s == pair.forecast.ttft_s, "the other waits for no more than it does"
 
 
 @pytest.mark.parametrize(("cached_prefill", "chosen"), [({}, "p2"), ({P1: 2}, "p2"), ({P1: 10}, "p1")])

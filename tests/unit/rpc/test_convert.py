@@ -151,6 +151,14 @@ def test_unset_fields_become_defaults() -> None:
     ) == PrefillStarted(CachedTokens())
 
 
+def test_of_many_prompts_a_status_tells_the_oldest_sixty_four() -> None:
+    wire = convert_cluster.node_status_to_pb(NodeStatus(prompt_tokens=tuple(range(1, 101))))
+    assert convert_cluster.node_status_from_pb(wire).prompt_tokens == tuple(range(1, 65))
+    wire.prompt_tokens.append(1)
+    with pytest.raises(InvalidRequestError, match="65 prompt_tokens are told; allowed are at most 64"):
+        convert_cluster.node_status_from_pb(wire)
+
+
 def test_zero_is_not_unset() -> None:
     params = SamplingParams(temperature=0.0, top_p=0.0, seed=0, max_tokens=0, logprobs=0)
 
