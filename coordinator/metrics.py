@@ -50,6 +50,12 @@ class CoordinatorMetrics:
             "Requests sent again that went on with one that ran or was kept; counted nowhere else.",
         )
         self._kept_bytes = gauge("kvrelay_kept_bytes", "Of answers that may be read again, those that grow included.")
+        self._responses = counter(
+            "kvrelay_response_cache_lookups_total",
+            "Greedy requests looked for among answers that are there; a hit is counted nowhere else.",
+            "outcome",
+        )
+        self._response_bytes = gauge("kvrelay_response_cache_bytes", "Of answers that may be given again.")
         self._open_circuits = gauge(
             "kvrelay_circuits_open", "Nodes and links between two that failed lately and are asked last."
         )
@@ -64,6 +70,13 @@ class CoordinatorMetrics:
     def watch_kept(self, num_bytes: Callable[[], int]) -> None:
         """As watch_circuits."""
         self._kept_bytes.set_function(num_bytes)
+
+    def watch_responses(self, num_bytes: Callable[[], int]) -> None:
+        """As watch_circuits."""
+        self._response_bytes.set_function(num_bytes)
+
+    def looked_for_response(self, *, found: bool) -> None:
+        self._responses.labels("hit" if found else "miss").inc()
 
     def attached(self) -> None:
         self._attached.inc()
