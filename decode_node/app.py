@@ -105,6 +105,7 @@ class DecodeApp:
             changed=self.host.changed,
             offer=self.host.offer,
             store=store,
+            matchers=self.host.matchers,
         )
         self.host.on_close(node.close)
         await node.start()

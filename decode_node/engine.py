@@ -13,7 +13,7 @@ from decode_node.rates import DecodeRates
 from decode_node.resume import Resume, ResumeCosts
 from decode_node.scheduler import Plan, Scheduler
 from kvrelay.cluster import ModelInfo, NodeRates
-from kvrelay.engine.batch import Batch, ScheduledRow
+from kvrelay.engine.batch import Batch, Drawn, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError, OverloadedError
 from kvrelay.kv.chain import Chain, ChainBlock
@@ -26,7 +26,7 @@ from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, FinishR
 
 
 class Runner(Protocol):
-    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]: ...
+    def run(self, batch: Batch) -> Seq[Drawn]: ...
 
 
 class Cache(Protocol):
@@ -292,11 +292,9 @@ class DecodeCore:
         self._sequences[reservation_id] = sequence
         self._members[sequence] = _Member(reservation_id, self._clock(), num_cached_tokens)
 
-    def _update(
-        self, row: ScheduledRow, token: GeneratedToken | BadLogitsError | None, filled: list[ChainBlock]
-    ) -> SequenceAdvanced | None:
+    def _update(self, row: ScheduledRow, token: Drawn, filled: list[ChainBlock]) -> SequenceAdvanced | None:
         sequence = row.sequence
-        if isinstance(token, BadLogitsError):
+        if isinstance(token, KVRelayError):
             return self._fail(sequence, token)
         sequence.num_computed_tokens += row.num_tokens
         filled.extend(self._register(sequence))
@@ -312,10 +310,11 @@ class DecodeCore:
         self._let_go(sequence)
         return SequenceAdvanced(member.reservation_id, token, member.finished(reason))
 
-    def _fail(self, sequence: Sequence, error: BadLogitsError) -> SequenceAdvanced:
-        """Ends one sequence of the batch; no later prompt shall find the KV that led to this."""
+    def _fail(self, sequence: Sequence, error: KVRelayError) -> SequenceAdvanced:
+        """Ends one sequence of the batch; no later prompt shall find KV that led to bad logits."""
         reservation_id = self._members[sequence].reservation_id
-        self._pool.disown(sequence.block_table)
+        if isinstance(error, BadLogitsError):
+            self._pool.disown(sequence.block_table)
         self._let_go(sequence)
         return SequenceAdvanced(reservation_id, error=error)
 

@@ -106,6 +106,7 @@ class PrefillApp:
             store=store,
             costs=self._make_costs(),
             rates=rates,
+            matchers=self.host.matchers,
             offer=self.host.offer,
             on_status=self.host.changed,
         )

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvrelay.engine.batch import Batch, ScheduledRow
+from kvrelay.engine.batch import Batch, Drawn, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NeverFitsError, OverloadedError
 from kvrelay.kv.meeting import Meeting
@@ -30,7 +30,7 @@ LONGER_TWIN = 2  # a prompt waits for the blocks of another that has at most so 
 class Runner(Protocol):
     """`kvrelay.engine.runner.ModelRunner`; tests run without a model."""
 
-    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]: ...
+    def run(self, batch: Batch) -> Seq[Drawn]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +234,13 @@ class PrefillCore:
             return min(num_tokens, sequence.num_uncomputed)
         return min(num_tokens, stop * self.block_tokens - start)
 
-    def _update(
-        self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[GeneratedToken | BadLogitsError | None]
-    ) -> None:
+    def _update(self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[Drawn]) -> None:
         for (job_id, row), token in zip(rows, tokens, strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
             self.scheduler.advance(job_id, row.num_tokens)
-            if isinstance(token, BadLogitsError):
-                self.pool.disown(row.sequence.block_table)  # no later prompt shall find the KV that led to this
+            if isinstance(token, KVRelayError):
+                if isinstance(token, BadLogitsError):
+                    self.pool.disown(row.sequence.block_table)  # no later prompt shall find the KV that led to this
                 self._fail(job_id, token)
             else:
                 self._register(row.sequence)

@@ -6,10 +6,12 @@ A role brings its core and its requests; this starts what both kinds of node nee
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import grpc
@@ -19,18 +21,23 @@ from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineCore, EngineLoop
 from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
+from kvrelay.errors import ModelFileError
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.chain import ChainBlock
 from kvrelay.kv.offload import Offloader
 from kvrelay.kv.open_store import open_store
 from kvrelay.kv.quiet import Quiet
+from kvrelay.matchers import Matchers, make_matchers
 from kvrelay.model.weight_source import WeightForms
 from kvrelay.role_config import NodeConfig
 from kvrelay.rpc.credentials import peer_tls
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.node_service import NodeService
+from kvrelay.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.types import BlockHash, InstanceId, Role
+
+logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
 # Watchdog times that one step may hang before only a restart helps. A step that is merely slow (a machine that swaps, a
@@ -62,6 +69,7 @@ class EngineHost(Generic[C]):
         """
         self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
         self.readiness = Readiness()
+        self.matchers: Matchers | None = None  # of the model's tokenizer, once started; None without one
         self.tls = peer_tls(config)
         self._quiet = Quiet()
         self._config = config
@@ -85,8 +93,17 @@ class EngineHost(Generic[C]):
         """Loads the model and makes the core. Raises ModelFileError or ConfigError."""
         self.readiness = readiness
         self._closing.push_async_callback(self.engine.stop)
-        await self.engine.start()
+        reading = asyncio.create_task(asyncio.to_thread(_read_tokenizer, self._config.model))
+        try:
+            await self.engine.start()
+            tokenizer = await reading
+        finally:
+            reading.cancel()
         loaded = self.loaded
+        if tokenizer is not None:
+            self.matchers = await asyncio.to_thread(make_matchers, tokenizer, loaded.info.eos_token_ids)
+        if self.matchers is not None:
+            self._closing.callback(self.matchers.close)
         NodeCollector(self._registry, self.reported, lambda: loaded.pool.num_evictions)
         return loaded
 
@@ -201,3 +218,12 @@ class EngineHost(Generic[C]):
             not (self.engine.died or hopeless),
             "the engine thread has ended" if self.engine.died else f"one engine step has taken {busy_s:.0f} s so far",
         )
+
+
+def _read_tokenizer(model: Path) -> Tokenizer | None:
+    """Only answers that are held to something need it: where there is none, the node serves the others."""
+    try:
+        return load_tokenizer(model)
+    except ModelFileError as error:
+        logger.warning("no answer can be held to a schema or a grammar: %s", error.message)
+        return None
