@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from coordinator.last_heard import LastHeard
 from coordinator.queue_wait import AdmittedPace
 
 MEMORY_S = 30.0  # what was let in so long ago counts 1/e
@@ -38,7 +39,7 @@ class Dues:
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
-        self._accounts: dict[str, _Account] = {}
+        self._accounts = LastHeard(_Account, _MAX_TENANTS)  # in the order in which something of them was let in
         self._all = _Account()
         self._wanting: dict[str, float] = {}  # until when; the longest unheard of first
         self._pace = AdmittedPace()
@@ -46,7 +47,7 @@ class Dues:
     def let_in(self, tenant: str, num_tokens: int, num_positions: int, now: float) -> None:
         """`num_tokens` are what it is charged, `num_positions` what the pace is told in."""
         self._pass_on(now)
-        self._of(tenant).add(num_tokens, now)
+        self._accounts.of(tenant).add(num_tokens, now)
         self._all.add(num_tokens, now)
         self._pace.admitted(num_positions, now)
 
@@ -76,7 +77,7 @@ class Dues:
 
     def _lately(self, now: float) -> Iterator[str]:
         """Tenants of which something was let in while that counts, the last first."""
-        for name, account in reversed(self._accounts.items()):
+        for name, account in reversed(self._accounts):
             if account.at <= now - MEMORY_S:
                 return
             yield name
@@ -95,18 +96,11 @@ class Dues:
         return had / self._weight_of(tenant) * (1 + TOLERANCE) < limit / self._weight_of(other)
 
     def _had(self, tenant: str, now: float) -> float:
-        return self._accounts[tenant].now(now) if tenant in self._accounts else 0.0
+        account = self._accounts.get(tenant)
+        return 0.0 if account is None else account.now(now)
 
     def _pass_on(self, now: float) -> None:
         while self._wanting and (until := next(iter(self._wanting.values()))) < now:
             del self._wanting[next(iter(self._wanting))]
             if not self._wanting:
                 self._pace.end(until)
-
-    def _of(self, tenant: str) -> _Account:
-        """Of many tenants the one that was longest not let in is forgotten."""
-        account = self._accounts.pop(tenant, None) or _Account()
-        self._accounts[tenant] = account
-        if len(self._accounts) > _MAX_TENANTS:
-            del self._accounts[next(iter(self._accounts))]
-        return account

@@ -177,7 +177,7 @@ class Placer:
                 self._state.account.granted_at = time.monotonic()
         else:
             self._lifetime.take(Edge.REFUSED, "; ".join(self._why_refused))
-            self._admission.refused(self._ticket)
+            self._admission.refused(self._ticket, self._now())
             self._cluster.look_again()
         return found, placement
 

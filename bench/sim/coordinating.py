@@ -159,7 +159,7 @@ class Coordinator:
 
     def _no_room(self, request: SimRequest) -> None:
         if request.ticket is not None:
-            self._admission.refused(request.ticket)
+            self._admission.refused(request.ticket, self._clock.now)
             self._look_again()
 
     def _look_again(self) -> None:

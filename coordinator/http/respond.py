@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http.errors import ClientLeftError, error_body
 from coordinator.http.reply import Reply
+from coordinator.response_cache import CACHE_HIT
 from kvrelay.errors import KVRelayError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ async def respond(request: Request, reply: Reply, *, stream: bool) -> Response:
     if stream:
         return await _begin_stream(request, reply)
     try:
-        return JSONResponse(await unless_left(request.receive, reply.whole()))
+        return JSONResponse(await unless_left(request.receive, reply.whole()), headers=_marks(reply))
     finally:
         reply.answers.left()
 
@@ -79,7 +80,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], reply: Reply) -> None:
-        super().__init__(headers=STREAM_HEADERS)
+        super().__init__(headers=STREAM_HEADERS | _marks(reply))
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
@@ -107,6 +108,10 @@ class EventStream(Response):
             logger.exception("a stream broke")
             last = _event(error_body(KVRelayError("the coordinator failed; its log says why")))
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _marks(reply: Reply) -> dict[str, str]:
+    return dict([CACHE_HIT]) if reply.answers.is_cached else {}
 
 
 async def _send(send: Send, body: bytes) -> None:
