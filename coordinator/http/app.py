@@ -34,6 +34,7 @@ def make_app(door: FrontDoor, readiness: Readiness, authenticator: Authenticator
     routes = [
         Route("/v1/chat/completions", generating.chat, methods=["POST"]),
         Route("/v1/completions", generating.complete, methods=["POST"]),
+        Route("/v1/responses", generating.respond, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{name:path}", models.one),
         Route("/tokenize", tokenizing.tokenize, methods=["POST"]),
