@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.errors import ClientLeftError, error_body
+from coordinator.http.errors import ClientLeftError
 from coordinator.http.reply import Reply
 from coordinator.response_cache import CACHE_HIT
 from kvrelay.errors import KVRelayError
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # nothing on the way may hold events back
 
 
@@ -101,12 +100,12 @@ class EventStream(Response):
         try:
             async for chunk in self._chunks:
                 await _send(send, _event(chunk))
-            last = DONE
+            last = self._reply.done
         except KVRelayError as error:
-            last = _event(error_body(error))
+            last = _event(self._reply.error(error))
         except Exception:
             logger.exception("a stream broke")
-            last = _event(error_body(KVRelayError("the coordinator failed; its log says why")))
+            last = _event(self._reply.error(KVRelayError("the coordinator failed; its log says why")))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -119,5 +118,6 @@ async def _send(send: Send, body: bytes) -> None:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    """JSON has no line break in it, so it is one line of data."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """JSON has no line break in it, so it is one line of data. Events of responses have a type, which is told first."""
+    name = b"event: %s\n" % value["type"].encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
