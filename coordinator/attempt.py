@@ -18,7 +18,7 @@ from coordinator.placement import Limits, Placement
 from coordinator.request import RequestState, may_succeed_elsewhere
 from kvrelay.errors import AlreadyCommittedError, KVRelayError, OverloadedError, UnavailableError
 from kvrelay.inference import TokensGenerated
-from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted, TokensDecoded
+from kvrelay.messages import DecodeFinished, HandoffTarget, PrefillFinished, PrefillStarted
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockHash, CachedTokens, InstanceId
 
@@ -76,7 +76,7 @@ class Attempt:
                 self._lifetime.take(Edge.PREFILL_SENT, where)
                 await self._hand_over(placement)
         except BaseException:
-            # The Decode call may not have reached the node before it was cancelled; releasing twice is harmless.
+            # The node may not have been asked for the answer before this was cancelled; releasing twice is harmless.
             self._cluster.nodes.release(placement.address, placement.granted.reservation_id)
             raise
 
@@ -109,21 +109,20 @@ class Attempt:
     async def _read_answer(self, placement: Placement) -> None:
         client, limit_s = self._cluster.nodes.decode(placement.address), self._limits.request_timeout_s
         started = time.monotonic()
+
+        def take(tokens: tuple[GeneratedToken, ...]) -> bool:
+            if not self._state.has_begun:
+                self._note_begin(placement, time.monotonic() - started)
+            self._take(tokens)
+            return not self._state.answer.stop_string
+
         async with (
             self._cluster.while_member(placement.decode),
-            client.decode(placement.granted.reservation_id, placement.is_tail, timeout_s=limit_s) as events,
+            client.decode(placement.granted.reservation_id, placement.is_tail, timeout_s=limit_s) as answer,
         ):
-            async for event in events:
-                if isinstance(event, TokensDecoded):
-                    if not self._state.has_begun:
-                        self._note_begin(placement, time.monotonic() - started)
-                    self._take(event.tokens)
-                    if self._state.answer.stop_string:
-                        return
-                else:
-                    self._end_answer(event, placement)
-                    return
-        raise UnavailableError(f"decode node {placement.address} ended its stream before the answer")
+            finished = await answer.read(take)
+        if finished is not None:
+            self._end_answer(finished, placement)
 
     def _note_begin(self, placement: Placement, compute_s: float) -> None:
         """Of a tail: as seen from here, for an answer that a stop string ends before the decode node gives its own
@@ -163,6 +162,7 @@ class Attempt:
                 return await self._prefill_on(member, hashes, placement, number)
             except OverloadedError:
                 busy.add(member.info.instance_id)
+                self._cluster.refused(member, hashes)
             except AlreadyCommittedError:
                 account.cached, account.prefill_node = noted
                 return None
@@ -199,11 +199,15 @@ class Attempt:
             num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
             num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
             self._cluster.assigned(member, hashes, max(1, self._state.num_tokens - num_cached))
+        num_stored = self._cluster.stored.num_blocks(hashes)
         link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
         with self._cluster.trying(member), link:
-            return await self._read_prefill(member, placement, number)
+            return await self._read_prefill(member, placement, number, num_stored)
 
-    async def _read_prefill(self, member: Member, placement: Placement | None, number: int) -> PrefillFinished:
+    async def _read_prefill(
+        self, member: Member, placement: Placement | None, number: int, num_stored: int
+    ) -> PrefillFinished:
+        """`num_stored` are the leading blocks that the store may have."""
         target = _target(placement, number) if placement else None
         client, limit_s = self._cluster.nodes.prefill(member.info.address), self._limits.request_timeout_s
         async with (
@@ -213,6 +217,7 @@ class Attempt:
             async for event in events:
                 if isinstance(event, PrefillStarted):
                     self._state.note_started(member.info.address, event.cached)
+                    self._note_loaded(num_stored, event.cached)
                 else:
                     self._state.note_prefill(member.info.address, event)
                     self._cluster.succeeded(member)
@@ -220,6 +225,12 @@ class Attempt:
                         self._cluster.succeeded(member, placement.decode)
                     return event
         raise UnavailableError(f"prefill node {member.info.address} ended its stream before the prompt was computed")
+
+    def _note_loaded(self, num_stored: int, cached: CachedTokens) -> None:
+        accepted, block_tokens = self._state.accepted, self._state.accepted.model.layout.block_tokens
+        num_reusable = min(num_stored, (self._state.num_tokens - 1) // block_tokens) * block_tokens
+        num_expected = max(0, num_reusable - cached.device)
+        self._cluster.stored.loaded(accepted.tenant, num_expected, cached.memory + cached.disk)
 
     def _wanted_node(self, wanted: Member | None, decode: Member | None) -> Member | None:
         """The prefill node that the placement was made with, which took a place there, if it may still go there."""

@@ -14,6 +14,7 @@ from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.prefix_index import MAX_BLOCKS, PrefixIndex
 from coordinator.presence import Presence
+from coordinator.stored_prefixes import StoredPrefixes
 from kvrelay.cluster import CacheEvents, NodeInfo, NodeStatus
 from kvrelay.errors import InvalidRequestError, KVRelayError, StaleError, UnavailableError
 from kvrelay.types import BlockHash, InstanceId, Role
@@ -38,7 +39,8 @@ class Cluster:
         self._on_change = on_change
         self.circuits = Circuits()
         self.presence = Presence()
-        self.caches = {role: PrefixIndex(max_indexed_blocks) for role in COMPUTING_ROLES}
+        self.stored = StoredPrefixes(self._is_held, max_indexed_blocks)
+        self.caches = {role: PrefixIndex(max_indexed_blocks, self.stored.given_up) for role in COMPUTING_ROLES}
         self.foresight = Foresight()
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._ends_streams = False
@@ -46,9 +48,8 @@ class Cluster:
         self._second_look: asyncio.TimerHandle | None = None
 
     def join(self, info: NodeInfo) -> Member:
-        """Raises as Members.join."""
+        """What was at its address before has made way. Raises as Members.join."""
         member = self.members.join(info, self._now())
-        self.make_way(info)
         if info.role in self.caches:
             self.caches[info.role].joined(info.instance_id, self._now())
         logger.info("%s %s joined as %s", info.role.value, info.address, info.instance_id)
@@ -56,10 +57,17 @@ class Cluster:
         return member
 
     def make_way(self, info: NodeInfo) -> None:
-        """A process has started where this node is: what was there before is gone."""
+        """A process has started where this node is: what was there before is gone. Raises UnavailableError where that
+        is alive, so that one of the two has a wrong address."""
         past = self.members.past_of(info)
-        if past is not None:
-            self._lose(past, "was replaced by a new process")
+        if past is None:
+            return
+        if past.is_alive(self._now()):
+            raise UnavailableError(
+                f"{info.address} is where {past.info.role.value} {past.info.instance_id} is, which is alive: give each "
+                "node an --advertise of its own, or stop that one"
+            )
+        self._lose(past, "was replaced by a new process")
 
     def update(self, member: Member, status: NodeStatus) -> None:
         """Raises StaleError when the node is no member any more."""
@@ -106,6 +114,10 @@ class Cluster:
         its blocks will be cached there."""
         member.assign(num_tokens)
         self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
+
+    def refused(self, member: Member, hashes: Sequence[BlockHash]) -> None:
+        """It did not take a request that was assigned to it."""
+        self.caches[member.info.role].refused(member.info.instance_id, hashes)
 
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:
@@ -166,6 +178,9 @@ class Cluster:
             if timer is not None:
                 timer.cancel()
         self._timer = self._second_look = None
+
+    def _is_held(self, key: int) -> bool:
+        return any(cache.is_held(key) for cache in self.caches.values())
 
     def _on_second_look(self) -> None:
         self._second_look = None

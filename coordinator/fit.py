@@ -35,14 +35,6 @@ def settle_max_tokens(num_prompt_tokens: int, max_tokens: int | None, default_ma
     return max_tokens
 
 
-def check_prompt(num_prompt_tokens: int, tenant: str, tenants_most: int, most: int) -> None:
-    """Raises PromptTooLongError for a prompt of more tokens than the tenant may send, or anyone; 0: what the model
-    takes."""
-    for limit, whose in ((tenants_most, f"tenant {tenant!r} may send"), (most, "this coordinator takes")):
-        if limit and num_prompt_tokens > limit:
-            raise PromptTooLongError(f"the prompt has {num_prompt_tokens} tokens; {whose} {limit}")
-
-
 def check_capacity(num_prompt_tokens: int, max_tokens: int, layout: KVLayout, capacity: Capacity) -> None:
     """Raises NeverFitsError when no node, however idle, could hold the request."""
     needed = layout.blocks_for(num_prompt_tokens)

@@ -1,7 +1,7 @@
 """One request's life: wait for room, compute, and again elsewhere when a node is lost.
 
 Who owns what: while a request waits it owns a place in the queue; from a granted Reserve on it owns a reservation,
-which ends with its Decode call or by Release; its calls to nodes end with the attempt that made them. So whatever ends
+which ends when its answer does or by Release; its calls to nodes end with the attempt that made them. So whatever ends
 the task that runs the flow frees everything it holds.
 """
 

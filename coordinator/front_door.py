@@ -14,14 +14,18 @@ from functools import partial
 from coordinator.answer import Answer
 from coordinator.choices import Choices
 from coordinator.config import CoordinatorConfig
+from coordinator.event_log import EventLog
 from coordinator.explain import EndedRequests
 from coordinator.fit import Capacity, check_capacity, settle_max_tokens
 from coordinator.flow import Flow
+from coordinator.identity import Identity
 from coordinator.kept import KeptAnswers, Reader, Timer
 from coordinator.lifetime import Edge, Lifetime, Stage
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.open_answers import OpenAnswers
 from coordinator.placement import Limits
 from coordinator.request import AcceptedRequest, RequestState
+from coordinator.response_cache import CachedAnswer, ResponseCache
 from coordinator.running import RunningRequest
 from coordinator.served_models import ServedModel, ServedModels
 from coordinator.tenant_policy import TenantPolicies
@@ -41,7 +45,7 @@ from kvrelay.rpc.convert_types import check_request_id
 from kvrelay.sampling import SamplingParams, fork_seed
 from kvrelay.types import InstanceId, RequestId, Role
 
-Answering = RunningRequest | Reader  # what a client's call reads, and tells when it ends
+Answering = RunningRequest | Reader | CachedAnswer  # what a client's call reads, and tells when it ends
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,9 @@ class FrontDoor:
         self._kept = KeptAnswers(config.max_kept_bytes, _call_later, metrics.attached)
         self._ended_lately = EndedRequests()
         metrics.watch_kept(lambda: self._kept.num_bytes)
+        self._responses = ResponseCache(config.response_cache_bytes, config.response_cache_ttl_s, time.monotonic)
+        metrics.watch_responses(lambda: self._responses.num_bytes)
+        self._open_answers = OpenAnswers(policies)
         self._draining = False
 
     @property
@@ -95,19 +102,20 @@ class FrontDoor:
         """Empty when a request sent now, for some model, would be served."""
         return "draining" if self._draining else self.models.why_not_ready
 
-    async def accept(self, request: GenerateRequest, tenant: Tenant) -> Answering:
+    async def accept(self, request: GenerateRequest, caller: Identity) -> Answering:
         """Checks everything that can be known now, takes a place in the queue for each answer and starts the request.
-        `tenant` is who sent it. One that is kept and sent again goes on with its first sending, and takes no place.
+        `caller` is who sent it. One that is kept and sent again goes on with its first sending, and takes no place.
 
         Raises KVRelayError; then nothing of the request is left.
         """
         try:
-            return await self._accept(request, tenant)
+            return await self._accept(request, caller)
         except KVRelayError as error:
             self._metrics.failed(error.code)
             raise
 
-    async def _accept(self, request: GenerateRequest, tenant: Tenant) -> Answering:
+    async def _accept(self, request: GenerateRequest, caller: Identity) -> Answering:
+        tenant = caller.tenant
         request_id = _settle_request_id(request.request_id)  # before a promise is remembered by it
         request.check_keep()
         if (reader := self._kept.attach(request, tenant.label)) is not None:
@@ -117,12 +125,17 @@ class FrontDoor:
         request.check_priority()
         scope = self._salts.scope(tenant, request)
         self._terms.check(request, scope.tenant)
-        self._check_open(request, served, scope.tenant)
+        self._check_open(request, served, caller)
         model = served.info
+        response_key = self._responses.key(replace(request, model=served.name), tenant, model)
+        if response_key is not None and (cached := self._cached(response_key, request_id, scope.tenant)) is not None:
+            return cached
         request.sampling.validate(model.vocab_size)
+        if request.sampling.structured is not None:
+            await served.text.check_structured(request.sampling.structured)
         prompt_ids = await served.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         # A drain may have begun meanwhile, and counts on the requests it found.
-        self._check_open(request, served, scope.tenant)
+        self._check_open(request, served, caller)
         sampling = self._settle_sampling(request.sampling, len(prompt_ids), served, model)
         if (reader := self._kept.attach(request, tenant.label)) is not None:  # it came twice at once
             return reader
@@ -130,7 +143,18 @@ class FrontDoor:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
         accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
         accepted = self._terms.settle(accepted, request)
-        return self._start(served, self._choices_of(accepted, request.n), request)
+        return self._start(served, self._choices_of(accepted, request.n), request, caller, response_key)
+
+    def _cached(self, key: bytes, request_id: RequestId, tenant: str) -> CachedAnswer | None:
+        """Costs the tenant what the original did: it is told the same usage."""
+        log = None if request_id in self._running else self._responses.find(key)
+        self._metrics.looked_for_response(found=log is not None)
+        if log is None:
+            return None
+        cached = CachedAnswer(request_id, log, time.monotonic)
+        usage = cached.finished.usage
+        self._terms.spend(tenant, usage.prompt_tokens + usage.completion_tokens)
+        return cached
 
     def cancel(self, request_id: str, tenant: Tenant) -> None:
         """Ends a request of the tenant's, or forgets its answer where it is kept. Raises NotFoundError without one."""
@@ -177,11 +201,13 @@ class FrontDoor:
                 "coordinator has no more"
             )
 
-    def _check_open(self, request: GenerateRequest, served: ServedModel, tenant: str) -> None:
+    def _check_open(self, request: GenerateRequest, served: ServedModel, caller: Identity) -> None:
         if self._draining:
             raise UnavailableError("this coordinator takes no requests now: draining", retry_after_s=1.0)
         if why := served.why_not_ready:
             raise UnavailableError(f"model {served.name!r} takes no requests now: {why}", retry_after_s=1.0)
+        self._open_answers.check(caller, request.n)
+        tenant = caller.tenant.label
         served.admission.check_room(tenant, self._now(), num_places=request.n, request_id=request.request_id)
 
     def _settle_sampling(
@@ -207,18 +233,29 @@ class FrontDoor:
             choices.append(replace(accepted, node_request_id=node_id, sampling=drawing))
         return choices
 
-    def _start(self, served: ServedModel, accepted: list[AcceptedRequest], request: GenerateRequest) -> Answering:
+    def _start(
+        self,
+        served: ServedModel,
+        accepted: list[AcceptedRequest],
+        request: GenerateRequest,
+        caller: Identity,
+        response_key: bytes | None,
+    ) -> Answering:
         sampling, tenant = accepted[0].sampling, accepted[0].tenant
-        log = self._kept.make_log(request, sampling) if request.keep_s else None
+        kept = self._kept.make_log(request, sampling) if request.keep_s else None
+        log = EventLog() if response_key is not None else kept
         running = RunningRequest(accepted[0], self._metrics, len(accepted), log)
         flows = [self._flow(served, running, index, choice) for index, choice in enumerate(accepted)]
         self._terms.admit(flows, request.request_id, self._now())
         choices = Choices(flows, served.admission, running.choice_finished)
         choices.enter(request.request_id, self._now())
         self._running[running.accepted.request_id] = running
+        self._open_answers.began(caller, request.n)
         running.start(choices, self._terms.tally(flows[0].state.accepted), self._config.request_timeout_s)
-        running.task.add_done_callback(lambda _: self._ended(served, running))
-        return running if log is None else self._kept.add(request, sampling, tenant, log, running.cancel)
+        running.task.add_done_callback(lambda _: self._ended(served, running, caller, request.n))
+        if response_key is not None and log is not None:
+            running.task.add_done_callback(lambda _: self._responses.add(response_key, log))
+        return running if kept is None else self._kept.add(request, sampling, tenant, kept, running.cancel)
 
     def _flow(self, served: ServedModel, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
         answer = Answer(served.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids, index)
@@ -241,7 +278,8 @@ class FrontDoor:
         self._metrics.edge(edge, before, after)
         state.steps.take(edge, before, after, detail)
 
-    def _ended(self, served: ServedModel, running: RunningRequest) -> None:
+    def _ended(self, served: ServedModel, running: RunningRequest, caller: Identity, n: int) -> None:
+        self._open_answers.ended(caller, n)
         request_id = running.accepted.request_id
         del self._running[request_id]
         self._kept.ended(request_id)

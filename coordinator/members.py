@@ -14,6 +14,7 @@ from kvrelay.types import InstanceId, Role
 PROTOCOL_VERSION = 1
 NO_STATUS = "joined, and has not said yet how it is"
 DISCONNECTED = "its connection to the coordinator has ended"
+ALIVE_S = 2.0  # a node says twice a second how it is
 COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
 
 
@@ -21,13 +22,14 @@ class Member:
     """One node. `standing` is what it comes to: worked out when it changes, so that whoever looks at all nodes finds it
     ready."""
 
-    __slots__ = ("info", "last_seen", "rates", "standing")
+    __slots__ = ("info", "is_connected", "last_seen", "rates", "standing")
 
     def __init__(self, info: NodeInfo, status: NodeStatus, last_seen: float) -> None:
         self.info = info
         self.last_seen = last_seen
+        self.is_connected = True  # until its Join stream ends
         self.rates: NodeRates | None = None  # what counts of what it measured from its next status on; None: all
-        self.standing = standing_of(status, num_assigned=0, num_assigned_tokens=0, rates=self.rates)
+        self.standing = standing_of(status, rates=self.rates)
 
     @property
     def status(self) -> NodeStatus:
@@ -36,14 +38,17 @@ class Member:
 
     @status.setter
     def status(self, status: NodeStatus) -> None:
-        self.standing = standing_of(status, num_assigned=0, num_assigned_tokens=0, rates=self.rates)
+        self.standing = standing_of(status, rates=self.rates)
 
     def assign(self, num_tokens: int) -> None:
         """One request more is sent there, with so many uncached tokens of its prompt to compute."""
         node = self.standing
-        self.standing = standing_of(
-            node.status, node.num_assigned + 1, node.num_assigned_tokens + num_tokens, self.rates
-        )
+        self.standing = standing_of(node.status, (*node.assigned, num_tokens), self.rates)
+
+    def is_alive(self, now: float) -> bool:
+        """Demonstrably: its stream is open, as that of a machine that is gone may be for a while, and it was heard of
+        lately, as a process that was killed may have been."""
+        return self.is_connected and now - self.last_seen < ALIVE_S
 
     @property
     def usable(self) -> bool:
@@ -88,10 +93,9 @@ class Members:
         return member
 
     def past_of(self, info: NodeInfo) -> Member | None:
-        """The member that this node, just started, replaces: another process at the same address."""
+        """The member that this node, just started, replaces: another process at the same address, of whatever role."""
         for member in self.all():
-            same_place = (member.info.role, member.info.address) == (info.role, info.address)
-            if same_place and member.info.instance_id != info.instance_id:
+            if member.info.address == info.address and member.info.instance_id != info.instance_id:
                 return member
         return None
 
@@ -100,8 +104,15 @@ class Members:
         if not self.has(member):
             raise StaleError(f"{member.info.role.value} {member.info.address} is not a member any more; join again")
         # How fast it is and how much it has to compute changes with every step, and makes no room.
-        told = replace(status, rates=member.status.rates, num_waiting_tokens=member.status.num_waiting_tokens)
-        changed = member.status != told or member.standing.num_assigned > 0
+        was = member.status
+        told = replace(
+            *(status,),
+            rates=was.rates,
+            num_waiting_tokens=was.num_waiting_tokens,
+            step_tokens=was.step_tokens,
+            prompt_tokens=was.prompt_tokens,
+        )
+        changed = was != told or bool(member.standing.assigned)
         member.rates = self._rates_of(member, status, now)
         member.status, member.last_seen = status, now
         self._note(member)
@@ -113,6 +124,7 @@ class Members:
 
     def disconnect(self, member: Member) -> None:
         """Its Join stream ended. Not ready from now on, and gone in a while unless it joins again before."""
+        member.is_connected = False
         member.status = replace(member.status, ready=False, not_ready_reason=DISCONNECTED)
         self._note(member)
 

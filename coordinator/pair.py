@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from coordinator.forecast import (
     Forecast,
-    Work,
     forecast_handoff,
     forecast_tail,
+    others_wait_s,
     tokens_lost,
-    tokens_waited,
     usual_answer_token_s,
     usual_token_s,
 )
 from coordinator.foresight import Foresight, Way
 from coordinator.members import Member
 from coordinator.router import has_slot
+from coordinator.work import Work
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Prices:
             return Pair(prefill, None, None)
         forecast = forecast_handoff(prefill, None, self._work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        cost_s = (ttft_s + self._others_s(prefill, forecast)) / prefill.standing.weight
+        cost_s = (ttft_s + others_wait_s(prefill, self._work, self.token_s)) / prefill.standing.weight
         return Pair(prefill, None, forecast, cost_s)
 
     def tail(self, decode: Member, work: Work) -> Pair:
@@ -105,7 +105,7 @@ class Prices:
             return Pair(prefill, decode, None)
         forecast = forecast_handoff(prefill, decode, work, self.token_s)
         ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = (ttft_s + self._others_s(prefill, forecast)) / prefill.standing.weight + self._answer_s(
+        cost_s = (ttft_s + others_wait_s(prefill, work, self.token_s)) / prefill.standing.weight + self._answer_s(
             decode, work
         ) / decode.standing.weight
         return Pair(prefill, decode, forecast, cost_s)
@@ -118,15 +118,6 @@ class Prices:
             node.token_s or self.token_s
         )
         return work.num_counted * (node.answer_token_s or self.answer_token_s) + node.waiting_s + lost_s
-
-    def _others_s(self, prefill: Member, forecast: Forecast) -> float:
-        """That longer prompts wait on the prefill node while this one is computed, all together, and that it takes to
-        compute once more what is evicted there."""
-        node, work = prefill.standing, self._work
-        num_cached = work.cached_prefill.get(prefill.info.instance_id, 0)
-        num_tokens = tokens_waited(node, work.num_uncached(num_cached))
-        num_tokens += tokens_lost(node, work.num_prompt_blocks - num_cached, work.block_tokens)
-        return num_tokens * (node.token_s or self.token_s) - forecast.queue_s
 
     def _held_up_s(self, decode: Member, work: Work) -> float:
         """That the prompt, computed there, holds up the sequences that run there, all together."""

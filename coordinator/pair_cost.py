@@ -13,15 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work
+from coordinator.forecast import least_itl_s
 from coordinator.foresight import Foresight
 from coordinator.members import Member
 from coordinator.pair import Pair, Prices
+from coordinator.prompt_parts import parts_of
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from coordinator.shortlist import NUM_BEST, best_decode, best_prefill
+from coordinator.work import Work
 from kvrelay.types import InstanceId
 
-NUM_CLOSE = 2  # prefill nodes that are tried with a decode node: links make less of a difference than queues
+NUM_CLOSE = 3  # prefill nodes that are tried with a decode node: what it has cached seldom makes another the best
 
 
 class PairCosts:
@@ -95,6 +97,24 @@ class PairCosts:
             return self._prices.tail(decode, work) if self._is_short(decode, work) else self._handoff(decode, work)
         tail, handoff = self._prices.tail(decode, work), self._handoff(decode, work)
         return tail if tail.cost_s <= handoff.cost_s else handoff
+
+    def least_ttft_s(self) -> float:
+        """Until the first token on the quickest node, by rates alone and however short the queues become; 0 where one
+        has measured nothing. The pair that costs least now may be none of the quickest."""
+        work, prefill_s = self.work, []
+        for member in self._prefill:
+            node, num_cached = member.standing, work.cached_prefill.get(member.info.instance_id, 0)
+            parts = parts_of(work, node, num_cached, node.token_s)
+            prefill_s.append(parts.load_s(queue_s=0.0) + parts.rest_s)
+        for member in filter(self._may_compute, self._decode):
+            num_uncached = work.num_uncached(work.cached_decode.get(member.info.instance_id, 0))
+            prefill_s.append(num_uncached * member.standing.token_s)
+        return min(prefill_s, default=0.0)
+
+    def least_itl_s(self) -> float:
+        """Between two tokens on the quickest decode node with nothing beside the answer; 0 while one has work, which
+        does not tell."""
+        return min((least_itl_s(member.standing) for member in self._decode), default=0.0)
 
     # One pair
 

@@ -89,16 +89,16 @@ class ServedModels:
         return sum(model.admission.num_waiting for model in self)
 
     def join(self, info: NodeInfo) -> tuple[Cluster, Member]:
-        """Takes a node in, for the model that it serves. What was at its address before, of whatever model, is gone.
+        """Takes a node in, for the model that it serves. What was at its address before, of whatever model, is gone,
+        also where the new one is refused: else it would have a say in which weights are the right ones.
 
-        Raises as Members.join, ForeignBlockError also where its model is none of these.
+        Raises as Members.join, ForeignBlockError also where its model is none of these, UnavailableError while another
+        process at its address is alive.
         """
+        for cluster in self.clusters:
+            cluster.make_way(info)
         own = self._cluster_of(info)
-        member = own.join(info)
-        for other in self.clusters:
-            if other is not own:
-                other.make_way(info)
-        return own, member
+        return own, own.join(info)
 
     def _cluster_of(self, info: NodeInfo) -> Cluster:
         """Where there is one model, every node that computes is taken for one of it, whatever it calls it."""

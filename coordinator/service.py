@@ -11,13 +11,15 @@ from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
 from coordinator.members import COMPUTING_ROLES, Member
+from coordinator.response_cache import CACHE_HIT, CachedAnswer
 from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from kvrelay.rpc import convert_cluster, convert_explain, convert_inference
 from kvrelay.types import InstanceId
 
-SERVICE_NAMES = ("kvrelay.pb.Inference", "kvrelay.pb.Cluster")
+CLUSTER_SERVICE = "kvrelay.pb.Cluster"
+SERVICE_NAMES = ("kvrelay.pb.Inference", CLUSTER_SERVICE)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -34,6 +36,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         wanted = convert_inference.generate_request_from_pb(request)
         answer = await self._door.accept(wanted, self._identify(context))
+        if isinstance(answer, CachedAnswer):
+            await context.send_initial_metadata((CACHE_HIT,))
         try:
             async for event in answer.events():
                 yield convert_inference.generate_event_to_pb(event)
@@ -67,11 +71,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsReply(models=models)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelReply:
-        self._door.cancel(request.request_id, self._identify(context))
+        self._door.cancel(request.request_id, self._identify(context).tenant)
         return inference_pb2.CancelReply()
 
     async def Explain(self, request: inference_pb2.ExplainRequest, context: Context) -> inference_pb2.ExplainReply:
-        explanation = self._door.explain(request.request_id, self._identify(context))
+        explanation = self._door.explain(request.request_id, self._identify(context).tenant)
         return convert_explain.explanation_to_pb(explanation)
 
 

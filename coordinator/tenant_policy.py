@@ -8,16 +8,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.prompt_limits import PromptLimits
 from kvrelay.errors import ConfigError, InvalidRequestError
 from kvrelay.inference import check_priority
 from kvrelay.types import MAX_TENANT_CHARS, check_tenant_name
 
 EVERYONE_ELSE = "*"
+OF_MODEL = "max_prompt_tokens@"  # followed by a model's name
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+
+
+_BOUNDS = ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens", "max_open")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +38,15 @@ class TenantPolicy:
     itl_s: float = 0.0  # the same, between two tokens
     max_prompt_tokens: int = 0
     daily_tokens: int = 0  # of prompts and answers, each day of UTC; 0: no budget
+    max_open: int = 0  # answers that wait or are computed at a time
+    prompt_tokens_by_model: Mapping[str, int] = field(default_factory=dict)  # instead of max_prompt_tokens
 
     def __post_init__(self) -> None:
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
             raise ConfigError(f"weight is {self.weight:g}; allowed is {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-        for name in ("max_queued", "max_queued_tokens", "max_wait_s", "max_prompt_tokens", "daily_tokens"):
-            value = getattr(self, name)
+        bounds = {name: getattr(self, name) for name in _BOUNDS}
+        bounds |= {OF_MODEL + model: value for model, value in self.prompt_tokens_by_model.items()}
+        for name, value in bounds.items():
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value:g}; allowed is at least 0, where 0 sets no bound")
         for name in ("ttft_s", "itl_s"):
@@ -49,6 +57,17 @@ class TenantPolicy:
             check_priority(self.priority)
         except InvalidRequestError as error:
             raise ConfigError(error.message) from error
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        return PromptLimits(self.max_prompt_tokens, self.prompt_tokens_by_model)
+
+
+_KINDS: dict[str, type[int] | type[float]] = {
+    name: type(value) for name, value in dataclasses.asdict(TenantPolicy()).items() if name != "prompt_tokens_by_model"
+}
+# Names, of tenants and of models, may have colons.
+_BEFORE_TERMS = re.compile(rf":(?=\s*(?:(?:{'|'.join(_KINDS)})\s*=|{OF_MODEL}))")
 
 
 class TenantPolicies:
@@ -77,6 +96,14 @@ class TenantPolicies:
                 if own > most:
                     raise ConfigError(f"tenants has {name!r}: {term} is {own:g}, over the {most:g} of {flag} for all")
 
+    def check_models(self, served: Collection[str]) -> None:
+        """Raises ConfigError where a tenant has terms for a model that is none of those served."""
+        for name, policy in {**self._named, EVERYONE_ELSE: self._otherwise}.items():
+            try:
+                policy.prompt_limits.check_models(served)
+            except ConfigError as error:
+                raise ConfigError(f"tenants has {name!r}: {OF_MODEL[:-1]}: {error.message}") from error
+
     def weight(self, tenant: str) -> float:
         return self.of(tenant).weight
 
@@ -100,7 +127,7 @@ def parse_policies(text: str) -> TenantPolicies:
 
 
 def _parse_entry(entry: str) -> tuple[str, TenantPolicy]:
-    name, colon, terms = (part.strip() for part in entry.rpartition(":"))
+    name, colon, terms = _split(entry)
     try:
         if not colon:
             raise ConfigError("a name, a colon and terms are needed, such as search:weight=3,max_queued=64")
@@ -110,18 +137,26 @@ def _parse_entry(entry: str) -> tuple[str, TenantPolicy]:
             if key in given:
                 raise ConfigError(f"{key} is given twice")
             given[key] = value
-        return name, TenantPolicy(**given)
+        by_model = {key.removeprefix(OF_MODEL): given.pop(key) for key in [*given] if key.startswith(OF_MODEL)}
+        return name, TenantPolicy(**given, prompt_tokens_by_model=by_model)
     except (ConfigError, InvalidRequestError) as error:
         raise ConfigError(f"tenants has {entry[: 2 * MAX_TENANT_CHARS]!r}: {error.message}") from error
 
 
+def _split(entry: str) -> tuple[str, str, str]:
+    """Name, colon and terms; without the last two where there is no colon."""
+    found = _BEFORE_TERMS.search(entry)
+    at = found.start() if found else entry.rfind(":")
+    return entry[: max(at, 0)].strip(), ":" if at >= 0 else "", entry[at + 1 :]
+
+
 def _parse_term(term: str) -> tuple[str, int | float]:
     key, _, value = (part.strip() for part in term.partition("="))
-    kinds = {name: type(value) for name, value in dataclasses.asdict(TenantPolicy()).items()}
-    if key not in kinds:
-        raise ConfigError(f"{key!r} is no term of a tenant; allowed are {', '.join(kinds)}")
+    kind = int if key.startswith(OF_MODEL) else _KINDS.get(key)
+    if kind is None:
+        raise ConfigError(f"{key!r} is no term of a tenant; allowed are {', '.join(_KINDS)}, {OF_MODEL}MODEL")
     try:
-        return key, kinds[key](value)
+        return key, kind(value)
     except ValueError as error:
-        kind = "a whole number" if kinds[key] is int else "a number"
-        raise ConfigError(f"{key} is {value!r}; allowed is {kind}") from error
+        allowed = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{key} is {value!r}; allowed is {allowed}") from error

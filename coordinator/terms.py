@@ -11,10 +11,10 @@ from functools import partial
 
 from coordinator.budgets import DailyBudgets
 from coordinator.config import CoordinatorConfig
-from coordinator.fit import check_prompt
 from coordinator.flow import Flow
 from coordinator.output_lengths import OutputLengths
 from coordinator.policy_metrics import PolicyMetrics
+from coordinator.prompt_limits import check_prompt
 from coordinator.request import AcceptedRequest
 from coordinator.slo import NO_TARGETS, SloAdmission, targets_of
 from coordinator.tally import Tally
@@ -34,7 +34,7 @@ class Terms:
     ) -> None:
         self._policies = policies
         self._metrics = metrics
-        self._max_prompt_tokens = config.max_prompt_tokens
+        self._prompt_limits = config.prompt_limits()
         self._budgets = DailyBudgets(policies, clock, metrics)
         self._lengths = defaultdict[str, OutputLengths](partial(OutputLengths, config.reserve_quantile))  # by model
         self._reserves_expected = config.reserve == "expected"
@@ -45,11 +45,16 @@ class Terms:
         request.check_targets()
         self._budgets.check(tenant)
 
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        """Of an answer that was not computed anew."""
+        self._budgets.spend(tenant, num_tokens)
+
     def settle(self, accepted: AcceptedRequest, request: GenerateRequest) -> AcceptedRequest:
         """With what the request leaves to its tenant's policy. Raises PromptTooLongError."""
         policy = self._policies.of(accepted.tenant)
-        check_prompt(len(accepted.prompt_ids), accepted.tenant, policy.max_prompt_tokens, self._max_prompt_tokens)
-        lengths, most = self._lengths[accepted.model.name], accepted.sampling.max_tokens or 0
+        num_tokens, model = len(accepted.prompt_ids), accepted.model.name
+        check_prompt(num_tokens, model, accepted.tenant, policy.prompt_limits, self._prompt_limits)
+        lengths, most = self._lengths[model], accepted.sampling.max_tokens or 0
         return replace(
             accepted,
             priority=policy.priority if request.priority is None else request.priority,

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvrelay.errors import InvalidRequestError, OverloadedError, PromptTooLongError
 from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
+from kvrelay.matchers import Matchers
+from kvrelay.structured import StructuredOutput
 from kvrelay.tokenizer import Tokenizer
 from kvrelay.types import check_token_id
 
-CHAT_ROLES = ("system", "user", "assistant")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 THREAD_CHARS = 8_192  # longer texts are tokenized in a thread: about 2 ms of the event loop's time
 MESSAGE_CHARS = 32  # about what a template writes around a message
 NUM_THREADS = 2  # more long texts than that wait: tokenizing must not take every core from what runs
@@ -48,9 +50,19 @@ class LongTexts:
 class Text:
     """A model's tokenizer, and the bounds on what it is given."""
 
-    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts) -> None:
+    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, matchers: Matchers | None = None) -> None:
+        """`matchers` are None where no answer can be held to anything."""
         self.tokenizer = tokenizer
         self.long_texts = long_texts
+        self._matchers = matchers
+
+    async def check_structured(self, structured: StructuredOutput) -> None:
+        """Raises InvalidRequestError with the reason, or OverloadedError, where no answer can be held to it."""
+        if self._matchers is None:
+            raise InvalidRequestError(
+                f"{structured.kind} is refused: this model's tokenizer has no end-of-sequence token"
+            )
+        await self._matchers.make(structured)
 
     async def prompt_ids(
         self, prompt: Prompt | None, vocab_size: int, max_model_len: int | None = None
@@ -62,9 +74,9 @@ class Text:
         if prompt is None:
             raise InvalidRequestError("the request has no prompt; set one of text, token_ids or chat")
         if isinstance(prompt, TextPrompt):
-            token_ids = await self._encode(prompt.text, max_model_len)
+            token_ids = await self._encode(prompt, max_model_len)
         elif isinstance(prompt, ChatPrompt):
-            token_ids = await self._encode_chat(prompt.messages, max_model_len)
+            token_ids = await self._encode_chat(prompt, max_model_len)
         else:
             token_ids = prompt.token_ids
             if max_model_len is not None and len(token_ids) > max_model_len:
@@ -79,19 +91,21 @@ class Text:
         check_token_ids("token_ids", token_ids, vocab_size)
         return self.tokenizer.decode(token_ids)
 
-    async def _encode(self, text: str, max_model_len: int | None) -> Sequence[int]:
+    async def _encode(self, prompt: TextPrompt, max_model_len: int | None) -> Sequence[int]:
+        text = prompt.text
         if not text:
             return ()
         self._check_length(text, max_model_len)
-        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_bos=self.tokenizer.add_bos))
+        add_bos = prompt.add_bos and self.tokenizer.add_bos
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_bos=add_bos))
 
-    async def _encode_chat(self, messages: Sequence[ChatMessage], max_model_len: int | None) -> Sequence[int]:
-        check_messages(messages)
-        num_chars = sum(MESSAGE_CHARS + len(message.content) for message in messages)
-        return await self._run(num_chars, lambda: self._encode_rendered(messages, max_model_len))
+    async def _encode_chat(self, chat: ChatPrompt, max_model_len: int | None) -> Sequence[int]:
+        check_messages(chat.messages)
+        num_chars = len(chat.tools) + sum(map(_num_chars, chat.messages))
+        return await self._run(num_chars, lambda: self._encode_rendered(chat, max_model_len))
 
-    def _encode_rendered(self, messages: Sequence[ChatMessage], max_model_len: int | None) -> Sequence[int]:
-        text = self.tokenizer.render_chat(messages)
+    def _encode_rendered(self, chat: ChatPrompt, max_model_len: int | None) -> Sequence[int]:
+        text = self.tokenizer.render_chat(chat)
         self._check_length(text, max_model_len)
         return self.tokenizer.encode(text, add_bos=False)  # a template writes its own BOS
 
@@ -105,6 +119,10 @@ class Text:
         if len(text) > most:
             whose = "a text to tokenize" if max_model_len is None else f"a prompt of {max_model_len} tokens"
             raise PromptTooLongError(f"the text has {len(text)} characters; {whose} has {most} at most")
+
+
+def _num_chars(message: ChatMessage) -> int:
+    return MESSAGE_CHARS + len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

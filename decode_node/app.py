@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from prometheus_client import CollectorRegistry
 
@@ -17,6 +19,7 @@ from kvrelay.cluster import NodeStatus
 from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
 from kvrelay.kv.block_store import BlockStore
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 
@@ -47,6 +50,10 @@ class DecodeApp:
             max_decode_rows=config.max_batch,
         )
 
+    @property
+    def doors(self) -> Sequence[Door]:
+        return (Door(self._config.port, self.register, self.service_names, tls=self.host.tls),)
+
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
         self.host.register(server)
@@ -59,8 +66,11 @@ class DecodeApp:
         await self.host.join(Role.DECODE_NODE, address)
 
     async def drain(self, deadline_s: float) -> None:
-        if self._service.node is not None:
-            await self._service.node.drain(max(0.0, deadline_s - LAST_WORDS_S))
+        try:
+            if self._service.node is not None:
+                await self._service.node.drain(max(0.0, deadline_s - LAST_WORDS_S))
+        finally:
+            self._service.end_streams()
 
     async def close(self) -> None:
         await self.host.close()
@@ -95,6 +105,7 @@ class DecodeApp:
             changed=self.host.changed,
             offer=self.host.offer,
             store=store,
+            matchers=self.host.matchers,
         )
         self.host.on_close(node.close)
         await node.start()

@@ -3,8 +3,8 @@
 BEGIN, the blocks in order, END. Each message is judged and its blocks written in one go on the event loop, right after
 the reservation was asked whether it still stands; nothing is committed before END has proven the whole.
 
-The wait for BEGIN ends with a lease's time. Every later one ends with the reservation, which its lease or, while
-there is one, its Decode call bounds.
+The wait for BEGIN ends with a lease's time. Every later one ends with the reservation, which its lease bounds or, while
+someone reads its answer, the answer's time.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One reservation. `deadline` does not count while a Decode call is open (`decoding`)."""
+    """One reservation. `deadline` does not count while its answer is read (`decoding`)."""
 
     reservation_id: ReservationId
     sequence: Sequence  # the event loop's until COMMITTING, the engine's from then on
@@ -82,14 +82,14 @@ class Reservations:
         return self.lease_s
 
     def open(self, reservation_id: ReservationId, *, compute_tail: bool) -> Entry:
-        """A Decode call begins; until it ends the lease cannot lapse.
+        """Its answer is read from now on; until it ends the lease cannot lapse.
 
         With `compute_tail` the engine takes the blocks over as they are. Raises NotFoundError, or
-        DuplicateRequestError for a second call, or StaleError if a handoff fills the blocks already.
+        DuplicateRequestError for a second reader, or StaleError if a handoff fills the blocks already.
         """
         entry = self.get(reservation_id)
         if entry.decoding:
-            raise DuplicateRequestError(f"reservation {reservation_id} has an open Decode call already")
+            raise DuplicateRequestError(f"reservation {reservation_id} has its answer read already")
         if compute_tail:
             if entry.phase is not Phase.GRANTED:
                 raise StaleError(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from decode_node.answers import Answers
 from decode_node.node import DecodeNode
 from decode_node.receiver import Receiver
 from kvrelay.errors import DeadlineError, KVRelayError, NotFoundError, UnavailableError
-from kvrelay.messages import DecodeFinished, ReservationGranted
+from kvrelay.messages import ReservationGranted
 from kvrelay.pb import decode_pb2, decode_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_limits
 from kvrelay.rpc.node_service import NODE_SERVICE
@@ -27,14 +29,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def __init__(self) -> None:
         self.node: DecodeNode | None = None
+        self._streams: set[Answers] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
         server.add_generic_rpc_handlers((raw_methods(KV_TRANSFER, stream_stream={"Receive": self.receive}),))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveReply:
-        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
-        granted = await self._loaded().reserve(node_request, num_tokens, num_tokens_now)
+        granted = await self._loaded().reserve(*convert_decode.reserve_request_from_pb(request))
         return self._reply(granted, context)
 
     async def Fork(self, request: decode_pb2.ForkRequest, context: Context) -> decode_pb2.ReserveReply:
@@ -61,15 +63,25 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.ReleaseReply()
 
     async def Decode(
-        self, request: decode_pb2.DecodeRequest, context: Context
-    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        reservation_id = convert_decode.reservation_id_from_pb(request.reservation_id)
-        with self._loaded().decoding(reservation_id, compute_tail=request.compute_tail) as stream:
-            while True:
-                event = await stream.next()
-                yield convert_decode.decode_event_to_pb(event)
-                if isinstance(event, DecodeFinished):
-                    return
+        self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeReply]:
+        answers = Answers(self._loaded())
+        self._streams.add(answers)
+        reading = asyncio.create_task(_read(requests, answers))
+        try:
+            while (advanced := await answers.next()) is not None:
+                yield convert_decode.answers_advanced_to_pb(advanced)
+        finally:
+            self._streams.discard(answers)
+            answers.leave()
+            reading.cancel()
+        if reading.done():
+            reading.result()  # raises what was wrong with a request
+
+    def end_streams(self) -> None:
+        """Ends every Decode stream, once what its answers ended with is told. For a node that has drained."""
+        for answers in self._streams:
+            answers.close()
 
     async def SetLimits(
         self, request: decode_pb2.SetDecodeLimitsRequest, context: Context
@@ -92,3 +104,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if self.node is None:
             raise UnavailableError("the decode node is loading its model; try again soon")
         return self.node
+
+
+async def _read(requests: AsyncIterator[decode_pb2.DecodeRequest], answers: Answers) -> None:
+    """To the end of the requests, which is how the death of a caller looks too."""
+    try:
+        async for request in requests:
+            answers.ask(convert_decode.answers_asked_from_pb(request))
+    finally:
+        answers.leave()

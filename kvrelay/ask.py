@@ -27,6 +27,7 @@ from kvrelay.inference import (
     TokenPrompt,
 )
 from kvrelay.sampling import SamplingParams
+from kvrelay.structured_arguments import add_structured_arguments, structured_of
 
 _COUNTS = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs")
 
@@ -59,6 +60,7 @@ async def _ask(options: argparse.Namespace, prompt: Prompt, sampling: SamplingPa
             ttft_target_s=options.ttft_target,
             itl_target_s=options.itl_target,
             best_effort=options.best_effort,
+            keep_s=options.keep_s,
             timeout_s=options.timeout,
         )
         answer = await _collect(events, printer)
@@ -106,8 +108,11 @@ def _check(options: argparse.Namespace) -> None:
         priority=options.priority,
         ttft_target_s=options.ttft_target,
         itl_target_s=options.itl_target,
+        request_id=options.request_id,
+        keep_s=options.keep_s,
     )
     asked.check_n()
+    asked.check_keep()
     asked.check_priority()
     asked.check_targets()
     if options.logprobs and not options.json:
@@ -134,8 +139,9 @@ def _prompt(options: argparse.Namespace) -> Prompt:
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
     """What was given; the coordinator has defaults for the rest."""
-    named = ((entry.name, getattr(options, entry.name)) for entry in fields(SamplingParams))
-    given: dict[str, Any] = {name: value for name, value in named if value is not None}
+    names = [entry.name for entry in fields(SamplingParams) if entry.name != "structured"]
+    given: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given["structured"] = structured_of(options)
     given["stop"] = tuple(given.get("stop", ()))
     given["stop_token_ids"] = parse_ids(given.get("stop_token_ids", ""))
     given["logit_bias"] = dict(given.get("logit_bias", ()))
@@ -180,6 +186,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
     parser.add_argument("--model", default="", metavar="NAME", help="served model; default: the only one")
     parser.add_argument("--request-id", default="", metavar="ID", help="id to cancel by; default: one is chosen")
+    parser.add_argument(
+        "--keep-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="the request outlives a lost connection by so many seconds, and its answer its end: the same command with "
+        "the same --request-id reads it from its beginning (what was cancelled, also by Ctrl-C, as cancelled); up to "
+        "600; default 0",
+    )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to ask for, up to 128; default 1")
     parser.add_argument(
         "--priority",
@@ -226,4 +241,5 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument(
         "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to a token's logit; may be repeated"
     )
+    add_structured_arguments(parser)
     return parser

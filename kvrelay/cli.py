@@ -24,6 +24,7 @@ class Command:
 COMMANDS = {
     "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
+    "chat": Command("talk to the cluster, turn by turn", "kvrelay.chat:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
     "explain": Command("tell why a request waited, where it went and what it cost", "kvrelay.explain:main"),
     "status": Command("show nodes, blocks and queues", "kvrelay.status:main"),
@@ -31,6 +32,8 @@ COMMANDS = {
     "store": Command(
         "look after the KV stores: stats, ls, verify, compact, evict, pin, warm", "kvrelay.store_command:main"
     ),
+    "keys": Command("make API keys for a coordinator's --api-keys-file", "kvrelay.keys:main"),
+    "certs": Command("make a CA and certificates for every role", "kvrelay.certs:main"),
     "plan": Command("work out how many requests fit into a node's memory", "kvrelay.plan:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.main:main"),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvrelay.config import is_address
+from kvrelay.address import is_address
 from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
@@ -49,26 +49,38 @@ def addresses_argument(text: str) -> str:
 
 def run(command: str, address: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """The exit status of `work`; what went wrong is one line on stderr that names `command`."""
+    return run_blocking(command, address, lambda: asyncio.run(work()))
+
+
+def run_blocking(command: str, address: str, work: Callable[[], None]) -> int:
+    """As `run`, of what has no event loop."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        asyncio.run(work())
-    except UnavailableError as error:
-        reason = error.message
-        if "failed to connect" in reason.lower() or "errors resolving" in reason.lower():
-            reason = f"no coordinator answers at {address}; start a cluster with `kvrelay up`, or name it by --address"
-        return _fail(command, reason)
-    except DeadlineError as error:
-        # gRPC's own words for a deadline of this side, where the coordinator had no say.
-        own = "deadline exceeded" in error.message.lower()
-        return _fail(command, f"no whole answer from {address} in the time given" if own else error.message)
+        work()
     except KVRelayError as error:
-        return _fail(command, error.message)
+        return _fail(command, explain_failure(error, address))
     except BrokenPipeError:
         sys.stderr.close()  # else the interpreter complains of stdout when it exits
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
+
+
+def explain_failure(error: KVRelayError, address: str) -> str:
+    """In words of who called, where gRPC's own say less."""
+    said = error.message.lower()
+    if isinstance(error, UnavailableError) and "wrong_version_number" in said:
+        return f"what answers at {address} does not speak TLS; unset KVRELAY_CA, or name another by --address"
+    if isinstance(error, UnavailableError) and "tls handshake failed" in said:
+        return f"{address} shows a certificate that is not for it, or not of the CA in KVRELAY_CA ({error.message})"
+    if isinstance(error, UnavailableError) and "failed to connect" in said and "socket closed" in said:
+        return f"{address} closes the connection; if it speaks TLS, name the CA of its certificate by KVRELAY_CA"
+    if isinstance(error, UnavailableError) and ("failed to connect" in said or "errors resolving" in said):
+        return f"no coordinator answers at {address}; start a cluster with `kvrelay up`, or name it by --address"
+    if isinstance(error, DeadlineError) and "deadline exceeded" in said:  # of this side: the coordinator had no say
+        return f"no whole answer from {address} in the time given"
+    return error.message
 
 
 def refuse(command: str, reason: str) -> int:

@@ -6,6 +6,7 @@ succeed if sent again. Messages say what was wrong and what is allowed or to be 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
 
@@ -13,6 +14,8 @@ class Status(Enum):
     """gRPC status codes by name, so that pure code can name one without importing grpc."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     ALREADY_EXISTS = "ALREADY_EXISTS"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -22,6 +25,7 @@ class Status(Enum):
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     DATA_LOSS = "DATA_LOSS"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
 
 
@@ -62,6 +66,28 @@ class NeverFitsError(InvalidRequestError):
     code = "exceeds_kv_capacity"
 
 
+class StructureError(InvalidRequestError):
+    """What the answer is held to lets no token follow, or became too complex on the way."""
+
+    code = "structured_output_failed"
+
+
+class UnauthenticatedError(KVRelayError):
+    """The caller proves to be nobody: no credential, or one that does not hold."""
+
+    code = "unauthenticated"
+    status = Status.UNAUTHENTICATED
+    http_status = 401
+
+
+class PermissionDeniedError(KVRelayError):
+    """The caller is known, and may not do this."""
+
+    code = "permission_denied"
+    status = Status.PERMISSION_DENIED
+    http_status = 403
+
+
 class UnknownModelError(KVRelayError):
     """No node serves a model of this name."""
 
@@ -76,6 +102,14 @@ class NotFoundError(KVRelayError):
     code = "not_found"
     status = Status.NOT_FOUND
     http_status = 404
+
+
+class UnimplementedError(KVRelayError):
+    """A call that another server's protocol has and this one does not serve."""
+
+    code = "unimplemented"
+    status = Status.UNIMPLEMENTED
+    http_status = 501
 
 
 class DuplicateRequestError(KVRelayError):
@@ -200,3 +234,20 @@ class ConfigError(KVRelayError):
     code = "bad_config"
     status = Status.FAILED_PRECONDITION
     http_status = 500
+
+
+def error_of(code: str, message: str, *, retryable: bool, retry_after_s: float = 0.0) -> KVRelayError:
+    """The error that had this code. One that is not known here gives a KVRelayError that carries it."""
+    error = ERRORS_BY_CODE.get(code, KVRelayError)(message, retry_after_s=retry_after_s)
+    if error.code != code:
+        error.code, error.retryable = code, retryable
+    return error
+
+
+def _tree(root: type[KVRelayError]) -> Iterator[type[KVRelayError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _tree(child)
+
+
+ERRORS_BY_CODE = {cls.code: cls for cls in _tree(KVRelayError)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.sampling import GeneratedToken, SamplingParams
@@ -15,18 +16,45 @@ MAX_KEEP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What the assistant asked to be done in an earlier turn; `arguments` is the JSON text of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+    """One turn of a conversation; `role` is "system", "developer", "user", "assistant" or "tool".
+
+    `tool_calls` are an assistant's, `tool_call_id` says which of them a tool's turn answers, `name` who speaks.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class ChatEnd(Enum):
+    """What a rendered conversation ends in, and the model goes on with."""
+
+    ANSWER = "answer"  # the beginning of an assistant's turn
+    LAST_MESSAGE = "last_message"  # the last turn, left open
+    NOTHING = "nothing"  # the last turn, closed
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Tokenized as it stands, special tokens recognised, no template."""
+    """Tokenized as it stands, special tokens recognised, no template.
+
+    `add_bos` False: also where the model expects a BOS token before a text, none is put there.
+    """
 
     text: str
+    add_bos: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +66,16 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Rendered by the model's chat template, then tokenized."""
+    """Rendered by the model's chat template, then tokenized.
+
+    `tools` is the JSON text of an array, as OpenAI's API writes what may be called; `template_kwargs` that of an object
+    with more names for the template. Empty: none.
+    """
 
     messages: tuple[ChatMessage, ...]
+    tools: str = ""
+    template_kwargs: str = ""
+    end: ChatEnd = ChatEnd.ANSWER
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -162,6 +197,7 @@ class RequestFinished:
     stop_string: str = ""
     retries: int = 0
     prefix_hash: bytes = b""
+    from_response_cache: bool = False  # nothing was computed: it is an earlier answer to the same request
 
 
 @dataclass(frozen=True, slots=True)

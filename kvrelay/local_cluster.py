@@ -49,6 +49,7 @@ class LocalCluster:
         self._limits = limits
         self._say = say
         self._roles: dict[RoleProcess, Role] = {}
+        self._models: dict[RoleProcess, str] = {}  # that prefill and decode nodes serve
         self._ready: set[RoleProcess] = set()
         self._events: asyncio.Queue[RoleReady | RoleExited | _Signalled] = asyncio.Queue()
         self._hurry = asyncio.Event()
@@ -57,8 +58,10 @@ class LocalCluster:
     def report(self, event: RoleReady | RoleExited) -> None:
         self._events.put_nowait(event)
 
-    def add(self, role: Role, process: RoleProcess) -> None:
+    def add(self, role: Role, process: RoleProcess, model: str = "") -> None:
+        """`model` is needed where nodes serve different ones."""
         self._roles[process] = role
+        self._models[process] = model
 
     async def run(self, announce: Callable[[], None]) -> Outcome:
         """Until a signal (STOPPED) or until the cluster cannot serve (FAILED); every process has ended then.
@@ -117,16 +120,24 @@ class LocalCluster:
             if isinstance(event, _Signalled):
                 return Outcome.STOPPED
             if isinstance(event, RoleExited):
-                lost = self._lost_role(event.role)
-                self._tell_death(event, "while serving" if lost else "while serving; the others go on without it")
-                if lost:
+                serves, model = self._can_serve(), self._models[event.role]
+                unserved = f" model {model!r} has no other," if model and not self._has_another(event.role) else ""
+                goes_on = f";{unserved} the others go on without it" if serves else ""
+                self._tell_death(event, f"while serving{goes_on}")
+                if not serves:
                     return Outcome.FAILED
 
-    def _lost_role(self, exited: RoleProcess) -> bool:
-        """True when the cluster cannot serve without it: the only one of its role, unless that is the kvstore."""
-        role = self._roles[exited]
-        alike = (process for process, other in self._roles.items() if other is role)
-        return role is not Role.KVSTORE and not any(process.running for process in alike)
+    def _can_serve(self) -> bool:
+        """Whether any model has a node of each kind left, and a coordinator."""
+        left = {(role, self._models[process]) for process, role in self._roles.items() if process.running}
+        return any(role is Role.COORDINATOR for role, _ in left) and any(
+            {(Role.PREFILL_NODE, model), (Role.DECODE_NODE, model)} <= left for model in self._models.values()
+        )
+
+    def _has_another(self, lost: RoleProcess) -> bool:
+        """Whether one more of its role and model runs."""
+        own = (self._roles[lost], self._models[lost])
+        return any((self._roles[one], self._models[one]) == own for one in self._roles if one.running)
 
     def _tell_death(self, event: RoleExited, when: str) -> None:
         self._say(f"{event.role.name} {_describe_exit(event.returncode)} {when}; the end of {event.role.log_path}:")

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.errors import KVRelayError
 from kvrelay.sampling import GeneratedToken, SamplingParams
-from kvrelay.types import DEFAULT_TENANT, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId
+from kvrelay.types import (
+    DEFAULT_TENANT,
+    AnswerHandle,
+    CachedTokens,
+    FinishReason,
+    InstanceId,
+    RequestId,
+    ReservationId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,24 @@ class PrefillFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerWanted:
+    """A reservation's answer is to be read under `handle`, for `timeout_s` at most (0: without end)."""
+
+    handle: AnswerHandle
+    reservation_id: ReservationId
+    compute_tail: bool = False
+    timeout_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersAsked:
+    """Answers that one caller wants to read from now on, and those it does not want to read any more."""
+
+    wanted: tuple[AnswerWanted, ...] = ()
+    left: tuple[AnswerHandle, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokensDecoded:
     tokens: tuple[GeneratedToken, ...]
 
@@ -76,6 +103,15 @@ class DecodeFinished:
     reason: FinishReason
     cached: CachedTokens = CachedTokens()
     compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersAdvanced:
+    """What came of one caller's answers. The tokens of one are in order, and its end, or why there will be none, comes
+    after them."""
+
+    tokens: tuple[tuple[AnswerHandle, tuple[GeneratedToken, ...]], ...] = ()
+    ended: tuple[tuple[AnswerHandle, DecodeFinished | KVRelayError], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.structured import StructuredOutput
 from kvrelay.types import check_token_id
 
 MAX_STOP_STRINGS = 16
@@ -22,7 +24,8 @@ class SamplingParams:
     """How tokens are drawn and when the answer ends. Defaults are the field's.
 
     A draw depends on (seed, position) only. `seed` and `max_tokens` are None until the coordinator settles them.
-    `logprobs` None asks for none; k asks for the drawn token's and the k likeliest.
+    `logprobs` None asks for none; k asks for the drawn token's and the k likeliest. `structured` is what the answer's
+    text is held to; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -40,10 +43,22 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    structured: StructuredOutput | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def ends_answer(self, token_id: int, num_tokens: int, eos_token_ids: Container[int]) -> bool:
+        """Whether the answer's token `num_tokens` ends it, as an end-of-sequence token or a stop token id.
+
+        One that is held to something gets an end-of-sequence token too early only where nothing else may follow, and
+        ends there.
+        """
+        if token_id in eos_token_ids and self.structured is not None:
+            return True
+        stops = token_id in self.stop_token_ids or (not self.ignore_eos and token_id in eos_token_ids)
+        return stops and num_tokens >= self.min_tokens
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequestError, naming field, value and what is allowed."""
@@ -65,6 +80,8 @@ class SamplingParams:
             _check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._validate_stops(vocab_size)
         self._validate_bias(vocab_size)
+        if self.structured is not None:
+            self.structured.validate()
 
     def _validate_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

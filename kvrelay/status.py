@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from kvrelay.client import AsyncClient
-from kvrelay.client_command import make_parser, run, size, write
+from kvrelay.client_command import explain_failure, make_parser, run, size, write
 from kvrelay.cluster import ClusterStatus, NodeReport
+from kvrelay.errors import KVRelayError
 from kvrelay.types import Role
+
+DEFAULT_WATCH_S = 2.0
+MIN_WATCH_S = 0.1
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 _WHY = "WHY NOT READY"  # last, while any node has a reason
 _MODEL, _MODEL_COLUMN = "MODEL", 2  # where nodes serve different ones
@@ -27,11 +35,27 @@ def main(argv: Sequence[str]) -> int:
 
 async def _status(options: argparse.Namespace) -> None:
     async with AsyncClient(options.address) as client:
-        status = await client.status()
-    if options.json:
-        write(json.dumps(describe(status)) + "\n")
-    else:
-        write(table(options.address, status) + "\n")
+        if options.watch is None:
+            write(_shown(options, await client.status()))
+        else:
+            await _watch(client, options)
+
+
+async def _watch(client: AsyncClient, options: argparse.Namespace) -> None:
+    """Until it is interrupted, also while the coordinator is away."""
+    before = CLEAR_SCREEN if sys.stdout.isatty() and not options.json else ""
+    while True:
+        try:
+            shown = _shown(options, await client.status())
+        except KVRelayError as error:
+            sys.stderr.write(f"{before}kvrelay status: {explain_failure(error, options.address)}\n")
+        else:
+            write(before + shown)
+        await asyncio.sleep(options.watch)
+
+
+def _shown(options: argparse.Namespace, status: ClusterStatus) -> str:
+    return (json.dumps(describe(status)) if options.json else table(options.address, status)) + "\n"
 
 
 def describe(status: ClusterStatus) -> dict[str, Any]:
@@ -110,7 +134,25 @@ def _why(report: NodeReport) -> str:
     return "" if report.status.draining else report.status.not_ready_reason
 
 
+def _pause(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not MIN_WATCH_S <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pause; give seconds, {MIN_WATCH_S:g} at least")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("status", "Show a running cluster: its nodes, their KV blocks, what waits and runs.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, a line each with --watch")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_pause,
+        const=DEFAULT_WATCH_S,
+        metavar="S",
+        help=f"go on, looking again every S seconds, until Ctrl-C; default {DEFAULT_WATCH_S:g}",
+    )
     return parser

@@ -6,20 +6,24 @@ Both kinds end as one `tokenizers.Tokenizer`, so a prompt has the same ids howev
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
+from tokenizers.processors import TemplateProcessing
 
-from kvrelay.chat_template import ChatMessage, ChatTemplate
+from kvrelay.chat_template import ChatTemplate
 from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.gguf_metadata import read_header
+from kvrelay.inference import ChatPrompt
+from kvrelay.tool_prompt import ToolFormat
 
 NFC_SHRINKS = 3  # canonical composition leaves at least a third of a text: three Hangul letters become one syllable
 
@@ -53,6 +57,8 @@ class Tokenizer:
         self._raw = raw
         self._chat_template = chat_template
         self._bytes = _bytes_by_id(raw, text_of)
+        added = raw.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self.vocab_size = len(self._bytes)
         self.max_chars_per_token = _max_chars_per_token(raw, self._bytes)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -82,18 +88,46 @@ class Tokenizer:
         """What the token adds to the text: b"" for special tokens and for ids beyond the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt text the model's chat template makes of the messages, ready for the assistant's turn.
+    def written(self, token_id: int) -> str:
+        """A special token as it is written in a text; "" for any other."""
+        return self._special.get(token_id, "")
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model calls a tool."""
+        return ToolFormat.HERMES if self._chat_template is None else self._chat_template.tool_format
+
+    def render_chat(self, chat: ChatPrompt) -> str:
+        """The prompt text the model's chat template makes of the messages, by default ready for the assistant's turn.
 
         Raises InvalidRequestError when the model has no template or the template refuses the messages.
         """
         if self._chat_template is None:
             raise InvalidRequestError("this model has no chat template; send a plain prompt instead of messages")
-        return self._chat_template.render(messages)
+        return self._chat_template.render(chat)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, chat: ChatPrompt) -> list[int]:
         """Token ids of the rendered messages. A template writes its own BOS, so none is added."""
-        return self.encode(self.render_chat(messages), add_bos=False)
+        return self.encode(self.render_chat(chat), add_bos=False)
+
+    def to_json(self) -> str:
+        """As a tokenizer.json that gives the same ids, and the same text for them."""
+        written = RawTokenizer.from_str(self._raw.to_str())
+        if written.decoder is None:  # a GGUF file names none
+            written.decoder = ByteLevelDecoder()
+        if self.add_bos and self.bos_token_id is not None and written.post_processor is None:
+            bos = self._raw.id_to_token(self.bos_token_id)
+            written.post_processor = TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, self.bos_token_id)]
+            )
+        return written.to_str()
+
+    def config(self) -> dict[str, Any]:
+        """As a tokenizer_config.json says it."""
+        named = {"bos_token": self.bos_token_id, "eos_token": next(iter(self.eos_token_ids), None)}
+        tokens = {name: self._raw.id_to_token(token_id) for name, token_id in named.items() if token_id is not None}
+        template = {"chat_template": self._chat_template.source} if self._chat_template is not None else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.add_bos, **tokens, **template}
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

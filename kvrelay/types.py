@@ -15,6 +15,7 @@ from kvrelay.errors import InvalidRequestError
 
 RequestId = NewType("RequestId", str)
 ReservationId = NewType("ReservationId", str)
+AnswerHandle = NewType("AnswerHandle", int)  # of an answer on the stream that brings it
 InstanceId = NewType("InstanceId", str)  # new at every start of a process
 BlockId = NewType("BlockId", int)  # index into a node's pool
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes; see kvrelay.kv.hashing

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import grpc
 from prometheus_client import CollectorRegistry
 
@@ -11,12 +14,13 @@ from kvrelay.engine.host import EngineHost
 from kvrelay.engine.load import LoadedEngine
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.load_or_compute import LoadOrCompute
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 from prefill_node.config import PrefillConfig
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs
-from prefill_node.links import DecodeLinks
+from prefill_node.links import DecodeLinks, open_own
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.rates import PrefillRates
 from prefill_node.scheduler import PrefillScheduler
@@ -44,6 +48,10 @@ class PrefillApp:
             status=self.status,
             on_stuck=self._on_stuck,
         )
+
+    @property
+    def doors(self) -> Sequence[Door]:
+        return (Door(self._config.port, self.register, self.service_names, tls=self.host.tls),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
@@ -83,7 +91,9 @@ class PrefillApp:
 
     def _make_jobs(self, loaded: LoadedEngine, store: BlockStore | None) -> PrefillJobs:
         rates = PrefillRates()
-        links = DecodeLinks(loaded.info.layout.slab_bytes, on_carried=rates.carried)
+        links = DecodeLinks(
+            loaded.info.layout.slab_bytes, partial(open_own, tls=self.host.tls), on_carried=rates.carried
+        )
         self.host.on_close(links.close)
         return PrefillJobs(
             self.host.engine,
@@ -96,6 +106,7 @@ class PrefillApp:
             store=store,
             costs=self._make_costs(),
             rates=rates,
+            matchers=self.host.matchers,
             offer=self.host.offer,
             on_status=self.host.changed,
         )

@@ -1,7 +1,7 @@
 """Prefill and decode nodes without a model: what a coordinator asks them, answered from memory at a settable pace.
 
-A decode node's answers advance together, as the rows of a batch do: at a pace, those of one node have their tokens at
-the same moments. Each token is an event of its own; its id says when it left (bench/coordinator/stamps.py).
+A decode node's answers advance together, as the rows of a batch do: a step gives each a token, and all of them are one
+message. A token's id says when it left (bench/coordinator/stamps.py).
 """
 
 from __future__ import annotations
@@ -45,6 +45,38 @@ class Reservation:
     num_tokens: int  # of the answer
     num_blocks: int
     committed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Batch:
+    """Answers that one caller reads, those whose prompt is here."""
+
+    def __init__(self) -> None:
+        self.num_left: dict[int, int] = {}  # tokens, by handle
+        self.reservation_ids: dict[int, str] = {}
+        self.has_some = asyncio.Event()
+
+    def add(self, handle: int, num_tokens: int) -> None:
+        if handle in self.reservation_ids:  # else it was left before its prompt was here
+            self.num_left[handle] = num_tokens
+            self.has_some.set()
+
+    def remove(self, handle: int) -> str:
+        """Its reservation, or nothing once it is removed."""
+        self.num_left.pop(handle, None)
+        if not self.num_left:
+            self.has_some.clear()
+        return self.reservation_ids.pop(handle, "")
+
+    def step(self) -> decode_pb2.DecodeReply:
+        """A token of each answer, and the end of those that have all."""
+        handles, token_id = list(self.num_left), stamp()
+        ended = []
+        for handle in handles:
+            self.num_left[handle] -= 1
+            if not self.num_left[handle]:
+                finished = decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH)
+                ended.append(decode_pb2.AnswerEnded(handle=handle, finished=finished))
+        return decode_pb2.DecodeReply(handles=handles, token_ids=[token_id] * len(handles), ended=ended)
 
 
 class FakeNode:
@@ -114,28 +146,52 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         self._drop(request.reservation_id)
         return decode_pb2.ReleaseReply()
 
-    async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        num_tokens = ENDLESS
-        if request.reservation_id != DIRECT:
-            reservation = self.reservations[request.reservation_id]
-            num_tokens = reservation.num_tokens
-            if not request.compute_tail:
-                await reservation.committed.wait()
-        try:
-            async for token_id in self._token_ids(num_tokens):
-                yield decode_pb2.DecodeEvent(tokens=decode_pb2.TokensDecoded(token_ids=(token_id,)))
-            finished = decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH)
-            yield decode_pb2.DecodeEvent(finished=finished)
-        finally:
-            self._drop(request.reservation_id)
+    async def Decode(
+        self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.DecodeReply]:
+        batch, step_at = Batch(), 0.0
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(self._read(requests, batch, tasks))
+            try:
+                while True:
+                    await batch.has_some.wait()
+                    step_at = await self._until_step(step_at)
+                    reply = batch.step()
+                    for ended in reply.ended:
+                        self._drop(batch.remove(ended.handle))
+                    yield reply
+            finally:
+                reading.cancel()
+                for reservation_id in batch.reservation_ids.values():
+                    self._drop(reservation_id)
 
-    async def _token_ids(self, num_tokens: int) -> AsyncIterator[int]:
-        loop, step_at = asyncio.get_running_loop(), 0.0
-        for _ in range(num_tokens):
-            if tokens_per_s := self._pace():
-                step_at = self._next_step(max(loop.time(), step_at + 0.5 / tokens_per_s), tokens_per_s)
-                await asyncio.sleep(step_at - loop.time())
-            yield stamp()
+    async def _read(
+        self, requests: AsyncIterator[decode_pb2.DecodeRequest], batch: Batch, tasks: asyncio.TaskGroup
+    ) -> None:
+        async for request in requests:
+            for wanted in request.wanted:
+                batch.reservation_ids[wanted.handle] = wanted.reservation_id
+                if wanted.reservation_id == DIRECT:
+                    batch.add(wanted.handle, ENDLESS)
+                else:
+                    tasks.create_task(self._join(wanted, batch))
+            for handle in request.left:
+                self._drop(batch.remove(handle))
+
+    async def _join(self, wanted: decode_pb2.AnswerWanted, batch: Batch) -> None:
+        reservation = self.reservations[wanted.reservation_id]
+        if not wanted.compute_tail:
+            await reservation.committed.wait()
+        batch.add(wanted.handle, reservation.num_tokens)
+
+    async def _until_step(self, last_at: float) -> float:
+        """When it is."""
+        loop, tokens_per_s = asyncio.get_running_loop(), self._pace()
+        if not tokens_per_s:
+            return last_at
+        step_at = self._next_step(max(loop.time(), last_at + 0.5 / tokens_per_s), tokens_per_s)
+        await asyncio.sleep(step_at - loop.time())
+        return step_at
 
     def _next_step(self, after: float, steps_per_s: float) -> float:
         return (math.floor(after * steps_per_s - self._phase) + 1 + self._phase) / steps_per_s

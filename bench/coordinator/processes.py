@@ -56,7 +56,7 @@ def ends(setting: Setting, *options: str, num_blocks: int = NUM_BLOCKS) -> Itera
     """
     port = _free_port()
     words = [sys.executable, "-m", "kvrelay.cli", "coordinator", "--model", str(setting.model), "--port", str(port)]
-    words += ["--max-queue", str(MAX_QUEUE)]
+    words += ["--max-queue", str(MAX_QUEUE), "--http-port", "-1"]
     with (
         start("the coordinator", [*words, *options]) as coordinator,
         _nodes(num_blocks, f"127.0.0.1:{port}") as (nodes, decode),
@@ -74,7 +74,7 @@ def ends_of_grpc_alone() -> Iterator[Ends]:
     with (
         _nodes(NUM_BLOCKS) as (nodes, decode),
         start("gRPC alone", _command("relay", {"decode": decode})) as relay,
-        _client(relay, nodes, address=relay.read()["address"], decode=decode, of_nodes=True) as client,
+        _client(relay, nodes, address=relay.read()["address"], decode=decode) as client,
     ):
         yield Ends(nodes, client)
 

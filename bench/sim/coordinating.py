@@ -109,6 +109,7 @@ class Coordinator:
     def prefill_refused(self, request: SimRequest, busy: frozenset[InstanceId]) -> None:
         """The prefill node has no place for it, nor had those in `busy`."""
         assert request.prefill_node is not None
+        self._view.refused(self._view.by_id[request.prefill_node], request)
         self._send_to_another(request, busy | {request.prefill_node})
 
     # Its turn
@@ -161,7 +162,7 @@ class Coordinator:
 
     def _no_room(self, request: SimRequest) -> None:
         if request.ticket is not None:
-            self._admission.refused(request.ticket)
+            self._admission.refused(request.ticket, self._clock.now)
             self._look_again()
 
     def _look_again(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bench.sim.placing import Known, Settled
 from bench.sim.request import SimRequest
-from coordinator.forecast import Forecast, Work
+from coordinator.forecast import Forecast
 from coordinator.foresight import Foresight, Foretold
 from coordinator.members import Member
 from coordinator.pair_cost import Pair, PairCosts
+from coordinator.work import Work
 
 
 class PairCost:

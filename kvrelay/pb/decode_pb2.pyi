@@ -28,11 +28,16 @@ class ReserveRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_NOW_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_S_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Positions to hold, token_ids and answer together."""
     num_tokens_now: _builtins.int
     """Of these, positions to set aside at once, more than token_ids; the rest is taken as the answer grows, as far as it
     is to be had. 0: as many as the node's own limits say.
+    """
+    itl_target_s: _builtins.float
+    """Seconds that may pass between two tokens of the answer, at least 0: while it runs, prompts that are computed beside it
+    get no more of a step than that leaves them. 0: no bound but the node's own.
     """
     @_builtins.property
     def request(self) -> _types_pb2.NodeRequest:
@@ -44,10 +49,11 @@ class ReserveRequest(_message.Message):
         request: _types_pb2.NodeRequest | None = ...,
         num_tokens: _builtins.int = ...,
         num_tokens_now: _builtins.int = ...,
+        itl_target_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "num_tokens_now", b"num_tokens_now", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_target_s", b"itl_target_s", "num_tokens", b"num_tokens", "num_tokens_now", b"num_tokens_now", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,57 +168,175 @@ Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):
+    """Any number of both; `wanted` comes first."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    RESERVATION_ID_FIELD_NUMBER: _builtins.int
-    COMPUTE_TAIL_FIELD_NUMBER: _builtins.int
-    reservation_id: _builtins.str
-    """From ReserveReply."""
-    compute_tail: _builtins.bool
-    """Compute the tokens after the cached blocks here instead of waiting for a handoff."""
+    WANTED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerWanted]:
+        """Answers to be read from now on."""
+
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles of answers that are not to be read any more. Those that have ended are no error."""
+
     def __init__(
         self,
         *,
-        reservation_id: _builtins.str = ...,
-        compute_tail: _builtins.bool = ...,
+        wanted: _abc.Iterable[Global___AnswerWanted] | None = ...,
+        left: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_tail", b"compute_tail", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left", b"left", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
-class TokensDecoded(_message.Message):
-    """Tokens of one or more steps, in order."""
+class AnswerWanted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    COMPUTE_TAIL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """Names the answer on this stream, once."""
+    reservation_id: _builtins.str
+    """From ReserveReply."""
+    compute_tail: _builtins.bool
+    """Compute the tokens after the cached blocks here instead of waiting for a handoff."""
+    timeout_s: _builtins.float
+    """After so many seconds it fails as DEADLINE_EXCEEDED; 0: never."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        reservation_id: _builtins.str = ...,
+        compute_tail: _builtins.bool = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_tail", b"compute_tail", "handle", b"handle", "reservation_id", b"reservation_id", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerWanted: _TypeAlias = AnswerWanted  # noqa: Y015
+
+@_typing.final
+class DecodeReply(_message.Message):
+    """What came since the reply before it: as a rule, of one step. Of one answer tokens are in order, and its end follows
+    them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def with_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerTokens]:
+        """Of answers for which log-probabilities were asked for."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerEnded]:
+        """Last words of answers."""
+
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all other answers: whose the token at the same place in token_ids is."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each handle."""
+
+    def __init__(
+        self,
+        *,
+        with_logprobs: _abc.Iterable[Global___AnswerTokens] | None = ...,
+        ended: _abc.Iterable[Global___AnswerEnded] | None = ...,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "token_ids", b"token_ids", "with_logprobs", b"with_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeReply: _TypeAlias = DecodeReply  # noqa: Y015
+
+@_typing.final
+class AnswerTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """From AnswerWanted."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At least one."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StepLogprobs]:
-        """One for each token id when log-probabilities were asked for."""
+        """One for each token id."""
 
     def __init__(
         self,
         *,
+        handle: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_types_pb2.StepLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TokensDecoded: _TypeAlias = TokensDecoded  # noqa: Y015
+Global___AnswerTokens: _TypeAlias = AnswerTokens  # noqa: Y015
+
+@_typing.final
+class AnswerEnded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """From AnswerWanted."""
+    @_builtins.property
+    def finished(self) -> Global___DecodeFinished:
+        """The answer is complete."""
+
+    @_builtins.property
+    def failed(self) -> _types_pb2.Error:
+        """It is not."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        finished: Global___DecodeFinished | None = ...,
+        failed: _types_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "failed", b"failed", "finished", b"finished"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "failed", b"failed", "finished", b"finished", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["finished", "failed"]  # noqa: Y015
+    _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
+
+Global___AnswerEnded: _TypeAlias = AnswerEnded  # noqa: Y015
 
 @_typing.final
 class DecodeFinished(_message.Message):
@@ -245,36 +369,6 @@ class DecodeFinished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeFinished: _TypeAlias = DecodeFinished  # noqa: Y015
-
-@_typing.final
-class DecodeEvent(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKENS_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def tokens(self) -> Global___TokensDecoded:
-        """Any number of them."""
-
-    @_builtins.property
-    def finished(self) -> Global___DecodeFinished:
-        """Once, as the last event."""
-
-    def __init__(
-        self,
-        *,
-        tokens: Global___TokensDecoded | None = ...,
-        finished: Global___DecodeFinished | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
-
-Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
 
 @_typing.final
 class HandoffBegin(_message.Message):

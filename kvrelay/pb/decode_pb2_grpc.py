@@ -49,10 +49,10 @@ class DecodeStub:
                 request_serializer=kvrelay_dot_pb_dot_decode__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_pb_dot_decode__pb2.ReleaseReply.FromString,
                 _registered_method=True)
-        self.Decode = channel.unary_stream(
+        self.Decode = channel.stream_stream(
                 '/kvrelay.pb.Decode/Decode',
                 request_serializer=kvrelay_dot_pb_dot_decode__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_pb_dot_decode__pb2.DecodeEvent.FromString,
+                response_deserializer=kvrelay_dot_pb_dot_decode__pb2.DecodeReply.FromString,
                 _registered_method=True)
         self.Fork = channel.unary_unary(
                 '/kvrelay.pb.Decode/Fork',
@@ -90,9 +90,11 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Decode(self, request, context):
-        """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
-        While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+    def Decode(self, request_iterator, context):
+        """The answers that one caller reads here, all on one stream, which stays open for those to come. A reservation that is
+        wanted has its handoff waited for, or its short uncached tail computed here; from then on its lease is renewed. When
+        the caller leaves it or it ends, however, everything it held is free; the end of the stream leaves all. What is wrong
+        with one answer ends that one alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,10 +135,10 @@ def add_DecodeServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_pb_dot_decode__pb2.ReleaseRequest.FromString,
                     response_serializer=kvrelay_dot_pb_dot_decode__pb2.ReleaseReply.SerializeToString,
             ),
-            'Decode': grpc.unary_stream_rpc_method_handler(
+            'Decode': grpc.stream_stream_rpc_method_handler(
                     servicer.Decode,
                     request_deserializer=kvrelay_dot_pb_dot_decode__pb2.DecodeRequest.FromString,
-                    response_serializer=kvrelay_dot_pb_dot_decode__pb2.DecodeEvent.SerializeToString,
+                    response_serializer=kvrelay_dot_pb_dot_decode__pb2.DecodeReply.SerializeToString,
             ),
             'Fork': grpc.unary_unary_rpc_method_handler(
                     servicer.Fork,
@@ -241,7 +243,7 @@ class Decode:
             _registered_method=True)
 
     @staticmethod
-    def Decode(request,
+    def Decode(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -251,12 +253,12 @@ class Decode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/kvrelay.pb.Decode/Decode',
             kvrelay_dot_pb_dot_decode__pb2.DecodeRequest.SerializeToString,
-            kvrelay_dot_pb_dot_decode__pb2.DecodeEvent.FromString,
+            kvrelay_dot_pb_dot_decode__pb2.DecodeReply.FromString,
             options,
             channel_credentials,
             insecure,

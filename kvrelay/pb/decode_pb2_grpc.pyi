@@ -39,9 +39,11 @@ class DecodeStub:
     """Extends a lease. NOT_FOUND when it is gone."""
     Release: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReleaseRequest, _decode_pb2.ReleaseReply]
     """Gives a reservation back; also when it already is gone."""
-    Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]
-    """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
-    While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+    Decode: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeReply]
+    """The answers that one caller reads here, all on one stream, which stays open for those to come. A reservation that is
+    wanted has its handoff waited for, or its short uncached tail computed here; from then on its lease is renewed. When
+    the caller leaves it or it ends, however, everything it held is free; the end of the stream leaves all. What is wrong
+    with one answer ends that one alone.
     """
     Fork: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ForkRequest, _decode_pb2.ReserveReply]
     """A reservation for another answer to the prompt of one whose KV is committed: it shares the prompt's blocks, and its
@@ -62,9 +64,11 @@ class DecodeAsyncStub(DecodeStub):
     """Extends a lease. NOT_FOUND when it is gone."""
     Release: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReleaseRequest, _decode_pb2.ReleaseReply]  # type: ignore[assignment]
     """Gives a reservation back; also when it already is gone."""
-    Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
-    """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
-    While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+    Decode: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeReply]  # type: ignore[assignment]
+    """The answers that one caller reads here, all on one stream, which stays open for those to come. A reservation that is
+    wanted has its handoff waited for, or its short uncached tail computed here; from then on its lease is renewed. When
+    the caller leaves it or it ends, however, everything it held is free; the end of the stream leaves all. What is wrong
+    with one answer ends that one alone.
     """
     Fork: _aio.UnaryUnaryMultiCallable[_decode_pb2.ForkRequest, _decode_pb2.ReserveReply]  # type: ignore[assignment]
     """A reservation for another answer to the prompt of one whose KV is committed: it shares the prompt's blocks, and its
@@ -104,11 +108,13 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Decode(
         self,
-        request: _decode_pb2.DecodeRequest,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeEvent], _abc.AsyncIterator[_decode_pb2.DecodeEvent]]:
-        """Streams the answer of a reservation: waits for its handoff, or computes a short uncached tail itself.
-        While the call is open it renews the lease; when it ends, however it ends, everything it held is free.
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeReply], _abc.AsyncIterator[_decode_pb2.DecodeReply]]:
+        """The answers that one caller reads here, all on one stream, which stays open for those to come. A reservation that is
+        wanted has its handoff waited for, or its short uncached tail computed here; from then on its lease is renewed. When
+        the caller leaves it or it ends, however, everything it held is free; the end of the stream leaves all. What is wrong
+        with one answer ends that one alone.
         """
 
     @_abc_1.abstractmethod

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvrelay.pb import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,60 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ChatEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChatEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChatEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHAT_END_ANSWER: _ChatEnd.ValueType  # 0
+    """The beginning of an assistant's turn."""
+    CHAT_END_LAST_MESSAGE: _ChatEnd.ValueType  # 1
+    """The last turn, left open."""
+    CHAT_END_NOTHING: _ChatEnd.ValueType  # 2
+    """The last turn, closed."""
+
+class ChatEnd(_ChatEnd, metaclass=_ChatEndEnumTypeWrapper):
+    """What a rendered conversation ends in, and the model goes on with."""
+
+CHAT_END_ANSWER: ChatEnd.ValueType  # 0
+"""The beginning of an assistant's turn."""
+CHAT_END_LAST_MESSAGE: ChatEnd.ValueType  # 1
+"""The last turn, left open."""
+CHAT_END_NOTHING: ChatEnd.ValueType  # 2
+"""The last turn, closed."""
+Global___ChatEnd: _TypeAlias = ChatEnd  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """What the assistant asked to be done in an earlier turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    """Names the call; a tool's turn answers it under that."""
+    name: _builtins.str
+    """Of the function."""
+    arguments: _builtins.str
+    """JSON text of an object."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "call_id", b"call_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
 @_typing.final
 class ChatMessage(_message.Message):
     """One turn of a conversation."""
@@ -27,19 +82,33 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "developer", "user", "assistant" or "tool"."""
     content: _builtins.str
     """UTF-8 text."""
+    tool_call_id: _builtins.str
+    """Of a tool's turn: which call it answers."""
+    name: _builtins.str
+    """Who speaks, for templates that show it."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of an assistant's turn."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -52,6 +121,15 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """JSON text of an array of functions that may be called, as OpenAI's API writes them; empty: none."""
+    template_kwargs: _builtins.str
+    """JSON text of an object with more names for the template; empty: none."""
+    end: Global___ChatEnd.ValueType
+    """What the prompt ends in."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """At least one."""
@@ -60,10 +138,13 @@ class Chat(_message.Message):
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _builtins.str = ...,
+        template_kwargs: _builtins.str = ...,
+        end: Global___ChatEnd.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -88,6 +169,7 @@ class GenerateRequest(_message.Message):
     ITL_TARGET_S_FIELD_NUMBER: _builtins.int
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
+    WITHOUT_BOS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among requests that run or whose answers are kept; 1 to 128 printable ASCII characters; empty: the coordinator
     chooses one.
@@ -128,6 +210,8 @@ class GenerateRequest(_message.Message):
     """The request goes on for so many seconds after its call ended, and its answer is kept as long after its end: the same
     request sent again under the same id goes on with it, from its first event. In [0, 600]; 0: it ends with its call.
     """
+    without_bos: _builtins.bool
+    """No BOS token is put before text, also where the model expects one."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Used as they stand."""
@@ -158,10 +242,11 @@ class GenerateRequest(_message.Message):
         itl_target_s: _builtins.float | None = ...,
         best_effort: _builtins.bool = ...,
         keep_s: _builtins.float = ...,
+        without_bos: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_itl_target_s", b"_itl_target_s", "_priority", b"_priority", "_ttft_target_s", b"_ttft_target_s", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "itl_target_s", b"itl_target_s", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_itl_target_s", b"_itl_target_s", "_priority", b"_priority", "_ttft_target_s", b"_ttft_target_s", "best_effort", b"best_effort", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "itl_target_s", b"itl_target_s", "keep_s", b"keep_s", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "ttft_target_s", b"ttft_target_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_cache_ttl_s", b"_cache_ttl_s", "_itl_target_s", b"_itl_target_s", "_priority", b"_priority", "_ttft_target_s", b"_ttft_target_s", "best_effort", b"best_effort", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "chat", b"chat", "itl_target_s", b"itl_target_s", "keep_s", b"keep_s", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "public_cache", b"public_cache", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "ttft_target_s", b"ttft_target_s", "without_bos", b"without_bos"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -311,6 +396,7 @@ class RequestFinished(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    FROM_RESPONSE_CACHE_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Never FINISH_REASON_UNSPECIFIED. Of answer 0."""
     prefill_node: _builtins.str
@@ -325,6 +411,8 @@ class RequestFinished(_message.Message):
     """Attempts beyond the first, of all answers."""
     prefix_hash: _builtins.bytes
     """Of the prompt's last full block: names its whole prefix in a kvstore. Empty when the prompt has no full block."""
+    from_response_cache: _builtins.bool
+    """Nothing was computed: this is an earlier answer to the same request of the same tenant, whose usage it has."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Tokens, over all attempts once: the prompt's and the cached ones as answer 0 found them, the generated ones of all
@@ -347,10 +435,11 @@ class RequestFinished(_message.Message):
         stop_string: _builtins.str = ...,
         retries: _builtins.int = ...,
         prefix_hash: _builtins.bytes = ...,
+        from_response_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "handoff_bytes", b"handoff_bytes", "prefill_node", b"prefill_node", "prefix_hash", b"prefix_hash", "reason", b"reason", "retries", b"retries", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "from_response_cache", b"from_response_cache", "handoff_bytes", b"handoff_bytes", "prefill_node", b"prefill_node", "prefix_hash", b"prefix_hash", "reason", b"reason", "retries", b"retries", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,10 +524,13 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    WITHOUT_BOS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's name; empty: the only one."""
     text: _builtins.str
     """Tokenized as it stands, special tokens recognised; UTF-8, at most 4,194,304 characters."""
+    without_bos: _builtins.bool
+    """No BOS token is put before text, also where the model expects one."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """Rendered by the chat template, then tokenized; as long at most."""
@@ -449,10 +541,11 @@ class TokenizeRequest(_message.Message):
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         chat: Global___Chat | None = ...,
+        without_bos: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "text", b"text", "without_bos", b"without_bos"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

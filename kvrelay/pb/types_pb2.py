@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/pb/types.proto\x12\nkvrelay.pb\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdd\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).kvrelay.pb.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"_\n\x0cStepLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.pb.TokenLogprob\"<\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\r\x12\x0e\n\x06memory\x18\x02 \x01(\r\x12\x0c\n\x04\x64isk\x18\x03 \x01(\r\"c\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12(\n\x06\x63\x61\x63hed\x18\x03 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\"g\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x11\n\thandoff_s\x18\x05 \x01(\x01\"P\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"y\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x0c\n\x04\x61xes\x18\x06 \x01(\t\"\xd6\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12$\n\x06layout\x18\x07 \x01(\x0b\x32\x14.kvrelay.pb.KVLayout\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\t \x01(\t\"\xcc\x01\n\x0bNodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvrelay.pb.SamplingParams\x12\x13\n\x0btenant_salt\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x18\n\x0b\x63\x61\x63he_ttl_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_cache_ttl_s\"r\n\x0c\x44\x65\x63odeLimits\x12\x11\n\tmax_batch\x18\x01 \x01(\r\x12\x1a\n\x12max_batched_tokens\x18\x02 \x01(\r\x12\x14\n\x0cmax_requests\x18\x03 \x01(\r\x12\x1d\n\x15reserve_output_tokens\x18\x04 \x01(\r\"l\n\rPrefillLimits\x12\x1a\n\x12max_batched_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x02 \x01(\r\x12\x14\n\x0cmax_prefills\x18\x03 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x04 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10ROLE_COORDINATOR\x10\x01\x12\x15\n\x11ROLE_PREFILL_NODE\x10\x02\x12\x14\n\x10ROLE_DECODE_NODE\x10\x03\x12\x10\n\x0cROLE_KVSTORE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/pb/types.proto\x12\nkvrelay.pb\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xff\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).kvrelay.pb.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x10 \x01(\tH\x00\x12\x30\n\x0bjson_object\x18\x11 \x01(\x0b\x32\x19.kvrelay.pb.AnyJsonObjectH\x00\x12\x0f\n\x05regex\x18\x12 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x13 \x01(\x0b\x32\x13.kvrelay.pb.ChoicesH\x00\x12\x11\n\x07grammar\x18\x14 \x01(\tH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0c\n\nstructuredB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x0f\n\rAnyJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"_\n\x0cStepLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.pb.TokenLogprob\"<\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\r\x12\x0e\n\x06memory\x18\x02 \x01(\r\x12\x0c\n\x04\x64isk\x18\x03 \x01(\r\"c\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12(\n\x06\x63\x61\x63hed\x18\x03 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\"g\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x11\n\thandoff_s\x18\x05 \x01(\x01\"P\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"y\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x0c\n\x04\x61xes\x18\x06 \x01(\t\"\xd6\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12$\n\x06layout\x18\x07 \x01(\x0b\x32\x14.kvrelay.pb.KVLayout\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\t \x01(\t\"\xcc\x01\n\x0bNodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvrelay.pb.SamplingParams\x12\x13\n\x0btenant_salt\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x18\n\x0b\x63\x61\x63he_ttl_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_cache_ttl_s\"r\n\x0c\x44\x65\x63odeLimits\x12\x11\n\tmax_batch\x18\x01 \x01(\r\x12\x1a\n\x12max_batched_tokens\x18\x02 \x01(\r\x12\x14\n\x0cmax_requests\x18\x03 \x01(\r\x12\x1d\n\x15reserve_output_tokens\x18\x04 \x01(\r\"l\n\rPrefillLimits\x12\x1a\n\x12max_batched_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x02 \x01(\r\x12\x14\n\x0cmax_prefills\x18\x03 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x04 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10ROLE_COORDINATOR\x10\x01\x12\x15\n\x11ROLE_PREFILL_NODE\x10\x02\x12\x14\n\x10ROLE_DECODE_NODE\x10\x03\x12\x10\n\x0cROLE_KVSTORE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +33,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1942
-  _globals['_FINISHREASON']._serialized_end=2037
-  _globals['_ROLE']._serialized_start=2039
-  _globals['_ROLE']._serialized_end=2152
+  _globals['_FINISHREASON']._serialized_start=2147
+  _globals['_FINISHREASON']._serialized_end=2242
+  _globals['_ROLE']._serialized_start=2244
+  _globals['_ROLE']._serialized_end=2357
   _globals['_TOKENIDS']._serialized_start=38
   _globals['_TOKENIDS']._serialized_end=61
   _globals['_SAMPLINGPARAMS']._serialized_start=64
-  _globals['_SAMPLINGPARAMS']._serialized_end=669
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=472
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=520
-  _globals['_TOKENLOGPROB']._serialized_start=671
-  _globals['_TOKENLOGPROB']._serialized_end=720
-  _globals['_STEPLOGPROBS']._serialized_start=722
-  _globals['_STEPLOGPROBS']._serialized_end=817
-  _globals['_CACHEDTOKENS']._serialized_start=819
-  _globals['_CACHEDTOKENS']._serialized_end=879
-  _globals['_USAGE']._serialized_start=881
-  _globals['_USAGE']._serialized_end=980
-  _globals['_TIMING']._serialized_start=982
-  _globals['_TIMING']._serialized_end=1085
-  _globals['_ERROR']._serialized_start=1087
-  _globals['_ERROR']._serialized_end=1167
-  _globals['_KVLAYOUT']._serialized_start=1169
-  _globals['_KVLAYOUT']._serialized_end=1290
-  _globals['_MODELINFO']._serialized_start=1293
-  _globals['_MODELINFO']._serialized_end=1507
-  _globals['_NODEREQUEST']._serialized_start=1510
-  _globals['_NODEREQUEST']._serialized_end=1714
-  _globals['_DECODELIMITS']._serialized_start=1716
-  _globals['_DECODELIMITS']._serialized_end=1830
-  _globals['_PREFILLLIMITS']._serialized_start=1832
-  _globals['_PREFILLLIMITS']._serialized_end=1940
+  _globals['_SAMPLINGPARAMS']._serialized_end=831
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=620
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=668
+  _globals['_ANYJSONOBJECT']._serialized_start=833
+  _globals['_ANYJSONOBJECT']._serialized_end=848
+  _globals['_CHOICES']._serialized_start=850
+  _globals['_CHOICES']._serialized_end=874
+  _globals['_TOKENLOGPROB']._serialized_start=876
+  _globals['_TOKENLOGPROB']._serialized_end=925
+  _globals['_STEPLOGPROBS']._serialized_start=927
+  _globals['_STEPLOGPROBS']._serialized_end=1022
+  _globals['_CACHEDTOKENS']._serialized_start=1024
+  _globals['_CACHEDTOKENS']._serialized_end=1084
+  _globals['_USAGE']._serialized_start=1086
+  _globals['_USAGE']._serialized_end=1185
+  _globals['_TIMING']._serialized_start=1187
+  _globals['_TIMING']._serialized_end=1290
+  _globals['_ERROR']._serialized_start=1292
+  _globals['_ERROR']._serialized_end=1372
+  _globals['_KVLAYOUT']._serialized_start=1374
+  _globals['_KVLAYOUT']._serialized_end=1495
+  _globals['_MODELINFO']._serialized_start=1498
+  _globals['_MODELINFO']._serialized_end=1712
+  _globals['_NODEREQUEST']._serialized_start=1715
+  _globals['_NODEREQUEST']._serialized_end=1919
+  _globals['_DECODELIMITS']._serialized_start=1921
+  _globals['_DECODELIMITS']._serialized_end=2035
+  _globals['_PREFILLLIMITS']._serialized_start=2037
+  _globals['_PREFILLLIMITS']._serialized_end=2145
 # @@protoc_insertion_point(module_scope)

@@ -17,11 +17,13 @@ from kvrelay.errors import (
     KVRelayError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvrelay.pb import types_pb2
 from kvrelay.rpc import convert_errors
-from kvrelay.rpc.credentials import MutualTLS
+from kvrelay.rpc.credentials import ChannelTLS
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 ERROR_KEY = "kvrelay-error-bin"  # trailing metadata: an Error message
@@ -44,6 +46,8 @@ _RECONNECT_OPTIONS = (
 
 _BY_STATUS: dict[grpc.StatusCode, type[KVRelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
@@ -66,7 +70,7 @@ def open_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     own_connection: bool = False,
-    tls: MutualTLS | None = None,
+    tls: ChannelTLS | None = None,
 ) -> grpc.aio.Channel:
     """A lazy channel to host:port, plain without `tls`. Channels to one address share a TCP connection unless
     `own_connection`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvrelay.cluster import ListedModel
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
+    ChatEnd,
     ChatMessage,
     ChatPrompt,
     ChoiceFinished,
@@ -18,6 +19,7 @@ from kvrelay.inference import (
     Timing,
     TokenPrompt,
     TokensGenerated,
+    ToolCall,
     Usage,
 )
 from kvrelay.pb import inference_pb2, types_pb2
@@ -35,14 +37,56 @@ from kvrelay.rpc.convert_types import (
 )
 from kvrelay.types import RequestId
 
+_CHAT_ENDS = {
+    ChatEnd.ANSWER: inference_pb2.CHAT_END_ANSWER,
+    ChatEnd.LAST_MESSAGE: inference_pb2.CHAT_END_LAST_MESSAGE,
+    ChatEnd.NOTHING: inference_pb2.CHAT_END_NOTHING,
+}
+_CHAT_ENDS_FROM_PB = {wire: end for end, wire in _CHAT_ENDS.items()}
+
 
 def chat_to_pb(chat: ChatPrompt) -> inference_pb2.Chat:
-    messages = [inference_pb2.ChatMessage(role=entry.role, content=entry.content) for entry in chat.messages]
-    return inference_pb2.Chat(messages=messages)
+    return inference_pb2.Chat(
+        messages=[_chat_message_to_pb(message) for message in chat.messages],
+        tools=chat.tools,
+        template_kwargs=chat.template_kwargs,
+        end=_CHAT_ENDS[chat.end],
+    )
+
+
+def _chat_message_to_pb(message: ChatMessage) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=[
+            inference_pb2.ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments)
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
 
 
 def chat_from_pb(wire: inference_pb2.Chat) -> ChatPrompt:
-    return ChatPrompt(tuple(ChatMessage(entry.role, entry.content) for entry in wire.messages))
+    """Raises InvalidRequestError for an end that is not known."""
+    if wire.end not in _CHAT_ENDS_FROM_PB:
+        raise InvalidRequestError(f"chat.end is {wire.end}; allowed is [0, {len(_CHAT_ENDS) - 1}]")
+    return ChatPrompt(
+        tuple(_chat_message_from_pb(message) for message in wire.messages),
+        wire.tools,
+        wire.template_kwargs,
+        _CHAT_ENDS_FROM_PB[wire.end],
+    )
+
+
+def _chat_message_from_pb(wire: inference_pb2.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        wire.role,
+        wire.content,
+        tuple(ToolCall(call.call_id, call.name, call.arguments) for call in wire.tool_calls),
+        wire.tool_call_id,
+        wire.name,
+    )
 
 
 def generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateRequest:
@@ -71,8 +115,8 @@ def _generate_request_to_pb(request: GenerateRequest) -> inference_pb2.GenerateR
         keep_s=request.keep_s,
     )
     match request.prompt:
-        case TextPrompt(text):
-            wire.text = text
+        case TextPrompt(text, add_bos):
+            wire.text, wire.without_bos = text, not add_bos
         case TokenPrompt(token_ids):
             wire.token_ids.CopyFrom(types_pb2.TokenIds(ids=token_ids))
         case ChatPrompt():
@@ -104,7 +148,7 @@ def generate_request_from_pb(wire: inference_pb2.GenerateRequest) -> GenerateReq
 def _prompt_from_pb(wire: inference_pb2.GenerateRequest) -> Prompt | None:
     match wire.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(wire.text)
+            return TextPrompt(wire.text, add_bos=not wire.without_bos)
         case "token_ids":
             return TokenPrompt(tuple(wire.token_ids.ids))
         case "chat":
@@ -116,7 +160,7 @@ def _prompt_from_pb(wire: inference_pb2.GenerateRequest) -> Prompt | None:
 def tokenize_request_to_pb(prompt: Prompt, model: str) -> inference_pb2.TokenizeRequest:
     """Raises InvalidRequestError for token ids."""
     if isinstance(prompt, TextPrompt):
-        return inference_pb2.TokenizeRequest(model=model, text=prompt.text)
+        return inference_pb2.TokenizeRequest(model=model, text=prompt.text, without_bos=not prompt.add_bos)
     if isinstance(prompt, ChatPrompt):
         return inference_pb2.TokenizeRequest(model=model, chat=chat_to_pb(prompt))
     raise InvalidRequestError("token ids are tokenized already")
@@ -125,7 +169,7 @@ def tokenize_request_to_pb(prompt: Prompt, model: str) -> inference_pb2.Tokenize
 def tokenize_prompt_from_pb(wire: inference_pb2.TokenizeRequest) -> Prompt | None:
     match wire.WhichOneof("input"):
         case "text":
-            return TextPrompt(wire.text)
+            return TextPrompt(wire.text, add_bos=not wire.without_bos)
         case "chat":
             return chat_from_pb(wire.chat)
         case _:
@@ -240,6 +284,7 @@ def _finished_to_pb(event: RequestFinished) -> inference_pb2.RequestFinished:
         stop_string=event.stop_string,
         retries=event.retries,
         prefix_hash=event.prefix_hash,
+        from_response_cache=event.from_response_cache,
     )
 
 
@@ -254,6 +299,7 @@ def _finished_from_pb(wire: inference_pb2.RequestFinished) -> RequestFinished:
         stop_string=wire.stop_string,
         retries=wire.retries,
         prefix_hash=wire.prefix_hash,
+        from_response_cache=wire.from_response_cache,
     )
 
 

@@ -16,6 +16,7 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.messages import NodeRequest
 from kvrelay.pb import decode_pb2, prefill_pb2, types_pb2
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
+from kvrelay.structured import StructuredOutput, StructureKind
 from kvrelay.types import DEFAULT_TENANT, CachedTokens, FinishReason, RequestId, check_tenant_name, check_ttl_s
 
 M = TypeVar("M", bound=Message)
@@ -81,6 +82,8 @@ def sampling_params_to_pb(params: SamplingParams) -> types_pb2.SamplingParams:
         value = getattr(params, name)
         if value is not None:
             setattr(wire, name, value)
+    if params.structured is not None:
+        _set_structured(wire, params.structured)
     return wire
 
 
@@ -92,8 +95,32 @@ def sampling_params_from_pb(wire: types_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=wire.ignore_eos,
         stop_token_ids=tuple(wire.stop_token_ids),
         stop=tuple(wire.stop),
+        structured=_structured_from_pb(wire),
         **{name: getattr(wire, name) for name in _OPTIONAL_SAMPLING if wire.HasField(name)},
     )
+
+
+def _set_structured(wire: types_pb2.SamplingParams, structured: StructuredOutput) -> None:
+    match structured.kind:
+        case StructureKind.JSON_OBJECT:
+            wire.json_object.SetInParent()
+        case StructureKind.CHOICE:
+            wire.choice.texts.extend(structured.choices)
+            wire.choice.SetInParent()
+        case kind:
+            setattr(wire, kind, structured.text)
+
+
+def _structured_from_pb(wire: types_pb2.SamplingParams) -> StructuredOutput | None:
+    name = wire.WhichOneof("structured")
+    if name is None:
+        return None
+    kind = StructureKind(name)
+    if kind is StructureKind.JSON_OBJECT:
+        return StructuredOutput(kind)
+    if kind is StructureKind.CHOICE:
+        return StructuredOutput(kind, choices=tuple(wire.choice.texts))
+    return StructuredOutput(kind, getattr(wire, name))
 
 
 def step_logprobs_to_pb(logprobs: StepLogprobs) -> types_pb2.StepLogprobs:

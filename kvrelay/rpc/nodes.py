@@ -6,16 +6,15 @@ import grpc
 
 from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
-    DecodeFinished,
     HandoffTarget,
     NodeRequest,
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    TokensDecoded,
 )
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.answers import AnswerEvents, AnswerStream
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.convert_limits import (
     decode_limits_from_pb,
@@ -59,15 +58,25 @@ class PrefillClient:
 
 
 class DecodeClient:
+    """One a channel: it has the one stream on which all answers come."""
+
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = decode_pb2_grpc.DecodeStub(channel)
+        self._answers = AnswerStream(self._stub.Decode)
 
     async def reserve(
-        self, request: NodeRequest, num_tokens: int, timeout_s: float, *, num_tokens_now: int = 0
+        self,
+        request: NodeRequest,
+        num_tokens: int,
+        timeout_s: float,
+        *,
+        num_tokens_now: int = 0,
+        itl_target_s: float = 0.0,
     ) -> ReservationGranted:
         """Room for `num_tokens` positions, of which `num_tokens_now` are set aside at once (0: as the node's limits
-        say). Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
-        wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_tokens_now)
+        say). Prompts computed beside the answer leave it a token every `itl_target_s` (0: as the node's own target
+        says). Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
+        wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_tokens_now, itl_target_s)
         call = self._stub.Reserve(wire, timeout=timeout_s)
         return await answer(call, convert_decode.reservation_granted_from_pb)
 
@@ -99,7 +108,13 @@ class DecodeClient:
 
     def decode(
         self, reservation_id: ReservationId, compute_tail: bool = False, *, timeout_s: float | None = None
-    ) -> Replies[TokensDecoded | DecodeFinished]:
-        """Use as `async with client.decode(...) as events:`; leaving it frees everything the request holds."""
-        wire = decode_pb2.DecodeRequest(reservation_id=reservation_id, compute_tail=compute_tail)
-        return Replies(self._stub.Decode(wire, timeout=timeout_s), convert_decode.decode_event_from_pb)
+    ) -> AnswerEvents:
+        """Use as `async with client.decode(...) as events:`; leaving it frees everything the request holds.
+
+        All answers of one client come on one stream; to break it ends each of them as UnavailableError.
+        """
+        return self._answers.decode(reservation_id, compute_tail, timeout_s)
+
+    def close(self) -> None:
+        """The node is gone: every answer that is being read ends as UnavailableError."""
+        self._answers.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib.metadata
+import ipaddress
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from typing import Protocol, TypeVar
 
 import grpc
@@ -21,9 +23,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrelay import config as configuration
 from kvrelay import log, metrics
-from kvrelay.config import RoleConfig
 from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import server as rpc_server
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.types import InstanceId, Role
 
@@ -52,8 +55,9 @@ class App(Protocol):
     def service_names(self) -> tuple[str, ...]:
         """Full gRPC names, raw services included, for health and reflection."""
 
-    def register(self, server: grpc.aio.Server) -> None:
-        """Adds the handlers; before `start`."""
+    @property
+    def doors(self) -> Sequence[Door]:
+        """Their handlers are added before `start`. The first is the one whose address others are told."""
 
     async def start(self, address: str, readiness: Readiness) -> None:
         """Loads, joins, sets readiness. Calls may already arrive; `address` is how others reach this process."""
@@ -121,6 +125,13 @@ def advertised_address(config: RoleConfig, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _fail(role: Role, error: KVRelayError) -> int:
     sys.stderr.write(f"kvrelay {role.value}: {error.message}\n")
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -128,24 +139,42 @@ def _fail(role: Role, error: KVRelayError) -> int:
 
 async def _serve(make_app: MakeApp[C], config: C, role: Role, instance_id: InstanceId) -> None:
     registry = metrics.new_registry(role.value, instance_id, _version())
-    server = rpc_server.make_server(on_error=_error_counter(registry), on_open=_open_gauge(registry))
     with _signals() as signals:  # to the very end: a signal must not cut the closing short
         async with AsyncExitStack() as closing:
             app = make_app(config, instance_id, registry)
             closing.push_async_callback(_close, role.value, app.close)
             readiness = Readiness(app.service_names)
-            app.register(server)
-            readiness.register(server)
-            rpc_server.add_reflection(server, app.service_names)
-            address = advertised_address(config, rpc_server.bind(server, config.host, config.port))
+            servers, ports = _open(app.doors, config, readiness, registry)
+            address = advertised_address(config, ports[0])
             if config.metrics_port >= 0:
                 endpoint = metrics.serve(registry, config.host, config.metrics_port)
                 closing.callback(endpoint.close)
                 logger.info("metrics on http://%s:%d/metrics", config.host, endpoint.port)
-            closing.push_async_callback(_close, "the server", lambda: server.stop(None))
-            await server.start()
+            for server in servers:
+                closing.push_async_callback(_close, "a server", partial(server.stop, None))
+                await server.start()
             if await _until_told_to_stop(app, address, role, readiness, signals):
-                await _drain(app, server, readiness, config.grace_s, signals)
+                await _drain(app, servers[0], readiness, config.grace_s, signals)
+
+
+def _open(
+    doors: Sequence[Door], config: RoleConfig, readiness: Readiness, registry: CollectorRegistry
+) -> tuple[list[grpc.aio.Server], list[int]]:
+    """Servers that are bound and not started, and their ports."""
+    on_error, on_open = _error_counter(registry), _open_gauge(registry)
+    servers, ports = [], []
+    for door in doors:
+        server = door.make_server(on_error, on_open)
+        readiness.register(server)
+        rpc_server.add_reflection(server, door.service_names)
+        servers.append(server)
+        ports.append(rpc_server.bind(server, config.host, door.port, door.tls))
+        if door.tls is None and not _is_loopback(config.host):
+            logger.warning(
+                "port %d is open to other machines without TLS: what goes over it can be read and changed on its way",
+                ports[-1],
+            )
+    return servers, ports
 
 
 async def _until_told_to_stop(app: App, address: str, role: Role, readiness: Readiness, signals: _Signals) -> bool:

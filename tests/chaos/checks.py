@@ -110,11 +110,12 @@ def _held(cluster: ChaosCluster, status: ClusterStatus) -> list[str]:
 
 
 def _open_streams(cluster: ChaosCluster) -> list[str]:
-    """Calls that processes still serve, other than the members' streams."""
+    """Calls that processes still serve, other than the streams of members and of answers, which stay open."""
     held = []
     for victim, process in cluster.processes.items():
         try:
-            num_open = process.metric(OPEN_CALLS) - process.metric(OPEN_CALLS, method="Join")
+            staying = sum(process.metric(OPEN_CALLS, method=method) for method in ("Join", "Decode"))
+            num_open = process.metric(OPEN_CALLS) - staying
         except OSError as error:
             held.append(f"{victim.name} gives no metrics: {error}")
             continue

@@ -129,7 +129,7 @@ class ChaosCluster:
         args = ["--port", str(self._ports[victim]), "--advertise", self.addresses[victim]]
         match victim.role:
             case Role.COORDINATOR:
-                args += ["--model", str(model)]
+                args += ["--model", str(model), "--http-port", "-1"]
             case Role.KVSTORE:
                 path = directory / victim.name
                 args += ["--path", str(path), "--memory-bytes", "4MiB", "--disk-bytes", "16MiB", *self._join()]

@@ -34,7 +34,10 @@ def cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     # Tails are computed on the prefill node unless a test's name says otherwise, so that every answer is handed over.
     arguments = ["--local-tail-tokens", "0"]
     loading = ["--prefix-load", "always"]  # so that what is found where does not depend on the machine's load
-    shape = Cluster(demo_model, directory, coordinator_args=arguments, prefill_args=loading, num_blocks=2048)
+    # Fresh, since all must come to the same hashes.
+    shape = Cluster(
+        demo_model, directory, coordinator_args=arguments, prefill_args=loading, num_blocks=2048, fresh=True
+    )
     with running(shape) as started:
         yield started
 
@@ -106,6 +109,7 @@ async def test_cold_one_after_another(cluster: Cluster, client: AsyncClient) -> 
             assert answer.finished.usage.cached == CachedTokens(), case.name
             assert answer.finished.handoff_bytes == -(-len(case.prompt_ids) // 16) * SLAB_BYTES, case.name
         seen.add(case.prompt_ids)
+    await wait_until_quiet(client, NUM_NODES)  # a prefill node counts a prompt when it hears that it was committed
     check_nothing_was_computed_twice(cluster, answers)
 
 

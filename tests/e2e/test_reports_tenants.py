@@ -35,7 +35,7 @@ class TwoTenants(Cluster):
         role = super()._coordinator(index)
         role.prelude = (
             "import coordinator.identity as identity; from coordinator.tenants import Tenant; "
-            f"identity.identify = lambda context: Tenant({TENANTS[index]!r}); "
+            f"identity.identify = lambda context: identity.Identity(Tenant({TENANTS[index]!r})); "
         )
         return role
 

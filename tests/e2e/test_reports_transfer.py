@@ -342,7 +342,7 @@ async def test_requests_that_wait_in_the_decode_node_for_longer_than_a_lease_are
     cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
 ) -> None:
     """vllm#21570, vllm#35764: the prefill node freed blocks by a timer while the decode node queued, which then read
-    what was in them, and said 200. Here the KV was pushed and proven before; an open Decode call holds the blocks."""
+    what was in them, and said 200. Here the KV was pushed and proven before; who reads the answer holds the blocks."""
     prompts = [random_prompt(60, 1200 + number) for number in range(6)]
     async with one_row(cluster):
         answers = await asyncio.gather(*(ask(client, prompt_ids, greedy(400)) for prompt_ids in prompts))

@@ -26,7 +26,7 @@ STORED_S = 60.0
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(Cluster(model, tmp_path_factory.mktemp("cluster"))) as started:
+    with running(Cluster(model, tmp_path_factory.mktemp("cluster"), fresh=True)) as started:
         yield started
         assert "Traceback" not in started.logs()
 

@@ -24,6 +24,7 @@ async def test_reference_tokens_after_a_handoff_and_from_every_cache(demo_model:
         coordinator_args=["--local-tail-tokens", "0"],  # so that every answer is handed over
         prefill_args=ON_GPU,
         decode_args=ON_GPU,
+        fresh=True,
     )
     with running(cluster):
         async with AsyncClient(cluster.address) as client:

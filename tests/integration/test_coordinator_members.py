@@ -13,7 +13,7 @@ from kvrelay.rpc import convert_cluster
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.types import InstanceId, Role
 from tests.support.coordinator_ends import TIMEOUT_S, ends
-from tests.support.fake_nodes import ANSWER_IDS, MODEL, FakeDecodeNode, other_model
+from tests.support.fake_nodes import ANSWER_IDS, MODEL, FakeDecodeNode, FakePrefillNode, other_model
 
 
 def joined(**changes: object) -> cluster_pb2.NodeEvent:
@@ -120,6 +120,25 @@ async def test_restarted_node_replaces_its_past_at_once() -> None:
             "prefill-1",
             "decode-again",
         ]
+
+
+async def test_a_node_restarted_with_other_weights_is_served_at_once() -> None:
+    """The first of the two that were stopped is refused only while the other still serves the old ones."""
+    async with ends(member_timeout_s=60.0) as cluster:
+        ports = [int(node.address.rpartition(":")[2]) for node in cluster.nodes]
+        for node in cluster.nodes:
+            await node.stop()
+        decode = FakeDecodeNode("decode-again")
+        prefill = FakePrefillNode([decode], "prefill-again")
+        cluster.prefill[:], cluster.decode[:] = [prefill], [decode]
+        for node in cluster.nodes:
+            node.model = other_model(fingerprint="aa" * 32)
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            for node, port in zip(cluster.nodes, ports, strict=True):
+                group.create_task(node.start(cluster.address, port=port))
+        await cluster.until_status(lambda status: status.ready)
+        assert (await cluster.ask()).token_ids == ANSWER_IDS
+        assert (await cluster.client.get_model()).fingerprint == "aa" * 32
 
 
 async def test_status_tells_of_every_node() -> None:

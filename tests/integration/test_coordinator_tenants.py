@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.identity import Context
+from coordinator.identity import Context, Identity
 from coordinator.tenants import Salts, Tenant
 from kvrelay.inference import GenerateRequest, TextPrompt
 from kvrelay.kv.hashing import block_hashes, chain_root
@@ -27,8 +27,8 @@ class Callers:
     def __init__(self) -> None:
         self.caller = Tenant()
 
-    def identify(self, context: Context) -> Tenant:
-        return self.caller
+    def identify(self, context: Context) -> Identity:
+        return Identity(self.caller)
 
 
 async def ask(cluster: Ends, **cache: Any) -> tuple[NodeRequest, Answer]:

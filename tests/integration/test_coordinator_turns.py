@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.identity import Context
+from coordinator.identity import Context, Identity
 from coordinator.tenants import Tenant
 from kvrelay.errors import InvalidRequestError, OverloadedError
 from kvrelay.inference import TextPrompt
@@ -28,8 +28,8 @@ class Line:
         self.caller = Tenant()
         self.asked: list[asyncio.Task[Answer]] = []
 
-    def identify(self, context: Context) -> Tenant:
-        return self.caller
+    def identify(self, context: Context) -> Identity:
+        return Identity(self.caller)
 
     async def ask(self, name: str, priority: int | None = None) -> None:
         """By the tenant of the name's first letter."""
@@ -154,8 +154,8 @@ async def test_tenants_that_nobody_can_prove_to_be_are_told_of(caplog: pytest.Lo
         pass
     warnings = [record.message for record in caplog.records if record.name == "coordinator.main"]
     assert warnings == [
-        "tenants names acme, but no call is authenticated yet, so all are of tenant 'default': the places that these "
-        "are owed stay empty"
+        "tenants names acme, but no call is authenticated, so all are of tenant 'default': the places that these "
+        "are owed stay empty; api_keys_file or jwks_file would tell them apart"
     ]
 
 

@@ -22,8 +22,8 @@ from kvrelay.errors import (
     PromptTooLongError,
     UnavailableError,
 )
-from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted, TokensDecoded
-from kvrelay.rpc.calls import Replies
+from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
+from kvrelay.rpc.answers import AnswerEvents
 from kvrelay.types import CachedTokens, FinishReason, ReservationId
 from tests.support.decode_harness import Handoff, Harness, decode_node, hand_over, send
 from tests.support.fake_engine import FakeRunner, make_request
@@ -42,10 +42,7 @@ def messages(harness: Harness, granted: ReservationGranted, attempt: int = 0) ->
     return Handoff(harness.node.info, REQUEST, granted, attempt).messages()
 
 
-Events = Replies[TokensDecoded | DecodeFinished]
-
-
-async def read_all(events: Events) -> tuple[list[int], DecodeFinished]:
+async def read_all(events: AnswerEvents) -> tuple[list[int], DecodeFinished]:
     token_ids: list[int] = []
     async for event in events:
         if isinstance(event, DecodeFinished):
@@ -55,7 +52,7 @@ async def read_all(events: Events) -> tuple[list[int], DecodeFinished]:
 
 
 async def opened(harness: Harness) -> None:
-    """Every reservation has its Decode call, so that no lease can lapse."""
+    """Every reservation has its answer read, so that no lease can lapse."""
     while harness.node.reservations.next_deadline() is not None:  # the server runs in this very loop
         await asyncio.sleep(0)
 
@@ -106,7 +103,7 @@ async def test_a_reservation_that_comes_too_late_for_its_caller_is_given_back_at
         await harness.all_free()
 
 
-@pytest.mark.parametrize("ended_by", ["client cancels Decode", "client vanishes", "Release"])
+@pytest.mark.parametrize("ended_by", ["client leaves", "client vanishes", "Release"])
 @pytest.mark.parametrize("stage", FRAMES)
 async def test_a_request_that_ends_early_frees_all_it_held(stage: str, ended_by: str) -> None:
     runner = FakeRunner()
@@ -120,7 +117,7 @@ async def test_a_request_that_ends_early_frees_all_it_held(stage: str, ended_by:
             await send(call, message)
         if stage in ("computing", "in the batch"):
             await gate.reached()
-        if ended_by == "client cancels Decode":
+        if ended_by == "client leaves":
             events.cancel()
         elif ended_by == "client vanishes":
             await harness.channel.close()
@@ -350,7 +347,7 @@ async def test_leases_lapse_by_themselves() -> None:
         assert (await harness.all_free()).free == 32
 
 
-async def test_an_open_decode_call_outlives_its_lease_and_a_committed_answer_nobody_reads_does_not() -> None:
+async def test_an_answer_that_is_read_outlives_its_lease_and_a_committed_answer_nobody_reads_does_not() -> None:
     clock = ManualClock()
     async with decode_node(clock=clock) as harness:
         read = await reserve(harness)
@@ -365,12 +362,12 @@ async def test_an_open_decode_call_outlives_its_lease_and_a_committed_answer_nob
         assert (await read_all(events))[1].reason is FinishReason.LENGTH
 
 
-async def test_a_second_decode_call_is_refused_and_the_first_goes_on() -> None:
+async def test_a_second_reader_is_refused_and_the_first_goes_on() -> None:
     async with decode_node() as harness:
         granted = await reserve(harness)
         first = harness.client.decode(granted.reservation_id)
         await opened(harness)
-        with pytest.raises(DuplicateRequestError, match="open Decode call"):
+        with pytest.raises(DuplicateRequestError, match="answer read already"):
             await read_all(harness.client.decode(granted.reservation_id))
         await hand_over(harness, messages(harness, granted))
         assert (await read_all(first))[0] == list(range(20, 40))

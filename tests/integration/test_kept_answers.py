@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.identity import Context
+from coordinator.identity import Context, Identity
 from coordinator.tenants import Tenant
 from kvrelay.errors import (
     CancelledError,
@@ -167,8 +167,8 @@ class Callers:
     def __init__(self) -> None:
         self.caller = Tenant("acme")
 
-    def identify(self, context: Context) -> Tenant:
-        return self.caller
+    def identify(self, context: Context) -> Identity:
+        return Identity(self.caller)
 
 
 @pytest.mark.parametrize("keep_s", [0.0, KEEP_S])

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay import errors
 from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError, UnavailableError
-from kvrelay.pb import decode_pb2, decode_pb2_grpc
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import raw
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import error_from_rpc, open_channel
@@ -24,7 +24,7 @@ KINDS = ("unary", "stream", "raw stream-stream", "raw unary-stream", "raw stream
 SERVICE = "kvrelay.pb.Raising"
 
 
-class Raising(decode_pb2_grpc.DecodeServicer):
+class Raising(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     """Each method raises `error`; those that stream do so after a first reply."""
 
     def __init__(self, error: Exception) -> None:
@@ -33,8 +33,8 @@ class Raising(decode_pb2_grpc.DecodeServicer):
     async def Reserve(self, request: Any, context: Any) -> decode_pb2.ReserveReply:
         raise self.error
 
-    async def Decode(self, request: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        yield decode_pb2.DecodeEvent()
+    async def Prefill(self, request: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent()
         raise self.error
 
     async def exchange(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -57,6 +57,7 @@ class Raising(decode_pb2_grpc.DecodeServicer):
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
         methods = raw.raw_methods(
             SERVICE,
             stream_stream={"Exchange": self.exchange},
@@ -72,14 +73,13 @@ async def one_message() -> AsyncIterator[bytes]:
 
 async def call(channel: grpc.aio.Channel, kind: str) -> None:
     """Calls the method of that kind to its end; a stream's error has to come after its first reply."""
-    stub = decode_pb2_grpc.DecodeStub(channel)
     if kind == "unary":
-        await answer(stub.Reserve(decode_pb2.ReserveRequest()), lambda reply: reply)
+        await answer(decode_pb2_grpc.DecodeStub(channel).Reserve(decode_pb2.ReserveRequest()), lambda reply: reply)
     elif kind == "raw stream-unary":
         await answer(raw.stream_unary(channel, SERVICE, "Collect")(one_message()), bytes)
     else:
         calls = {
-            "stream": lambda: stub.Decode(decode_pb2.DecodeRequest()),
+            "stream": lambda: prefill_pb2_grpc.PrefillStub(channel).Prefill(prefill_pb2.PrefillRequest()),
             "raw stream-stream": lambda: raw.stream_stream(channel, SERVICE, "Exchange")(one_message()),
             "raw unary-stream": lambda: raw.unary_stream(channel, SERVICE, "Send")(b""),
             "writing stream": lambda: raw.unary_stream(channel, SERVICE, "Write")(b""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 
 from kvrelay.errors import DeadlineError, NeverFitsError, NotFoundError
 from kvrelay.messages import (
+    AnswerWanted,
     DecodeFinished,
     HandoffTarget,
     PrefillFinished,
@@ -23,6 +25,7 @@ from kvrelay.rpc import convert_decode, convert_prefill
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import CachedTokens, FinishReason, InstanceId, ReservationId
+from tests.support.answer_generators import AnswerEvents, answers
 from tests.support.grpc_ends import connected
 from tests.support.messages import EXAMPLE_REQUEST
 
@@ -68,12 +71,17 @@ class FakeNode(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer)
         self.asked.append(request.reservation_id)
         return decode_pb2.ReleaseReply()
 
-    async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
-        self.asked.append((request.reservation_id, request.compute_tail))
+    async def Decode(self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Any) -> AsyncIterator[Any]:
+        async with aclosing(answers(requests, self._decode)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def _decode(self, wanted: AnswerWanted) -> AnswerEvents:
+        self.asked.append((wanted.reservation_id, wanted.compute_tail))
         try:
-            yield convert_decode.decode_event_to_pb(DECODED)
+            yield DECODED
             await self.go_on.wait()
-            yield convert_decode.decode_event_to_pb(ENDED)
+            yield ENDED
         finally:
             self.ended.set()
 
@@ -128,7 +136,7 @@ async def test_reserve_renew_release() -> None:
     node = FakeNode()
     async with connected(node.register) as channel:
         client = DecodeClient(channel)
-        assert await client.reserve(EXAMPLE_REQUEST, 7, timeout_s=5, num_tokens_now=6) == GRANTED
+        assert await client.reserve(EXAMPLE_REQUEST, 7, timeout_s=5, num_tokens_now=6, itl_target_s=0.5) == GRANTED
         assert await client.renew(ReservationId("res-1")) == 9.5
         await client.release(ReservationId("res-1"))
         with pytest.raises(NotFoundError, match="no reservation res-2"):
@@ -139,10 +147,10 @@ async def test_reserve_renew_release() -> None:
             await client.reserve(EXAMPLE_REQUEST, 1_000, timeout_s=1.0)
 
     assert node.asked == [
-        (EXAMPLE_REQUEST, 7, 6),
+        (EXAMPLE_REQUEST, 7, 6, 0.5),
         "res-1",
-        (EXAMPLE_REQUEST, 1_000_000, 0),
-        (EXAMPLE_REQUEST, 1_000, 0),
+        (EXAMPLE_REQUEST, 1_000_000, 0, 0.0),
+        (EXAMPLE_REQUEST, 1_000, 0, 0.0),
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.client import Client
 from kvrelay.cluster import ListedModel
-from kvrelay.errors import InvalidRequestError, UnavailableError, UnknownModelError
+from kvrelay.errors import InvalidRequestError, PromptTooLongError, UnavailableError, UnknownModelError
 from kvrelay.inference import TextPrompt
 from kvrelay.kv.layout import KVLayout
 from tests.support.byte_tokenizer import EOS_TOKEN_ID
@@ -89,6 +89,17 @@ async def test_calls_that_name_no_model_or_an_unknown_one_are_told_the_names() -
         assert await client.tokenize(text, model="large") == byte_ids("abc")
         assert await client.detokenize(byte_ids("abc"), model="large") == "abc"
         assert await client.get_model("large") == LARGE
+
+
+async def test_prompts_are_bounded_by_tenant_and_model() -> None:
+    tenants = "default:max_prompt_tokens=100,max_prompt_tokens@large=99"
+    async with two_models(tenants=tenants, max_prompt_tokens_by_model="bytes=100") as cluster:
+        assert (await cluster.ask(model="bytes")).token_ids == ANSWER_IDS
+        with pytest.raises(PromptTooLongError) as refused:
+            await cluster.ask(model="large")
+        assert refused.value.message == ("the prompt has 100 tokens; tenant 'default' may send 99 for model 'large'")
+        with pytest.raises(PromptTooLongError):
+            await cluster.ask(model="bytes", prompt=TextPrompt("x" * 101))
 
 
 async def test_models_are_listed_and_told_apart_by_their_readiness() -> None:

@@ -24,10 +24,18 @@ from typing import TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.warm_process import WarmProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0  # two cores may be shared by much else
+MAX_TRIED_PORTS = 2_000
 STOP_TIMEOUT_S = 90.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
+NO_TORCH = "import sys; sys.modules['torch'] = None; "
+
+# What takes its time of a start: Python that a process runs before it forks roles.
+NEEDS_OF_NODES = "import kvrelay.cli, prefill_node.main, prefill_node.app, decode_node.main, decode_node.app"
+NEEDS_OF_OTHERS = NO_TORCH + "import kvrelay.cli, coordinator.main, kvstore.main"
 
 # Of a family's samples, by its type.
 _SUFFIXES = {
@@ -45,12 +53,12 @@ BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ct
 def free_port() -> int:
     """A port nobody listens on now, for a role that must come back on the same one. It is none that the system gives to
     outgoing connections, which might have it when the role starts, and none that this process or another worker of
-    these tests was given for a role that is yet to start."""
-    for port in _PORTS:
+    these tests was given for a role that is yet to start. Raises RuntimeError when none can be listened on."""
+    for port in itertools.islice(_PORTS, MAX_TRIED_PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("there is always another port")
+    raise RuntimeError(f"none of {MAX_TRIED_PORTS} ports in turn can be listened on")
 
 
 def _ports() -> Iterator[int]:
@@ -88,25 +96,31 @@ class RoleProcess:
     role: str
     args: list[str]
     log_path: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | WarmProcess | None = None
     address: str = ""
     metrics_port: int = 0
     busy_signal: bool = False  # SIGUSR1 keeps its interpreter busy for 8 s
     prelude: str = ""  # Python that runs before the role is imported
+    warm: bool = False  # forked with everything imported
 
     def start(self) -> None:
         self.metrics_port = free_port()
-        entry = "from kvrelay.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
-        entry = self.prelude + entry
+        entry = self.prelude + "from kvrelay.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
         if self.busy_signal:
             entry = BUSY_ENTRY + entry
-        if self.role in WITHOUT_TORCH:
-            entry = "import sys; sys.modules['torch'] = None; " + entry
-        command = [sys.executable, "-c", entry, self.role, *self.args, "--metrics-port", str(self.metrics_port)]
+        argv = [self.role, *self.args, "--metrics-port", str(self.metrics_port)]
+        needs = NEEDS_OF_OTHERS if self.role in WITHOUT_TORCH else NEEDS_OF_NODES
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, env=dict(os.environ, PYTHONPATH=str(ROOT)), cwd=ROOT
-            )
+            if self.warm and not self.prelude:
+                self.process = WarmProcess(needs, entry, argv, log.fileno())
+            else:
+                self.process = self._fresh_process(entry, argv, log.fileno())
+
+    def _fresh_process(self, entry: str, argv: list[str], log: int) -> subprocess.Popen[bytes]:
+        if self.role in WITHOUT_TORCH:
+            entry = NO_TORCH + entry
+        command, environment = [sys.executable, "-c", entry, *argv], dict(os.environ, PYTHONPATH=str(ROOT))
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment, cwd=ROOT)
 
     def wait_ready(self) -> None:
         """Blocks until the READY line, at most START_TIMEOUT_S; shows the log when the process died instead."""
@@ -120,7 +134,8 @@ class RoleProcess:
                 raise TimeoutError(f"{self.role} was not ready within {START_TIMEOUT_S:.0f} s:\n{self.log()}")
             piece = os.read(self.process.stdout.fileno(), 4096)
             if not piece:
-                raise RuntimeError(f"{self.role} ended with {self.process.wait()} before it was ready:\n{self.log()}")
+                code = self.process.wait(STOP_TIMEOUT_S)
+                raise RuntimeError(f"{self.role} ended with {code} before it was ready:\n{self.log()}")
             line += piece
         word, role, address = line.decode().split()
         assert (word, role) == ("READY", self.role)
@@ -172,7 +187,8 @@ class RoleProcess:
 
 @dataclass
 class Cluster:
-    """Coordinators, kvstore (optional), prefill and decode nodes; every node serves all the coordinators."""
+    """Coordinators, kvstore (optional), prefill and decode nodes; every node serves all the coordinators. Roles are
+    forked from processes that have imported everything, unless the cluster is to be `fresh`."""
 
     model: Path
     directory: Path
@@ -187,6 +203,7 @@ class Cluster:
     decode_args: list[str] = field(default_factory=list)
     store_args: list[str] = field(default_factory=list)
     busy_signal: bool = False
+    fresh: bool = False  # each role imports all it needs by itself
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
@@ -223,11 +240,14 @@ class Cluster:
             role.wait_ready()
 
     def stop(self) -> dict[str, int]:
-        """Drains every role that still runs; exit codes by log name."""
+        """Drains every role that still runs, nodes first; exit codes by log name."""
         codes: dict[str, int] = {}
-        for role in reversed(self.roles):
-            if role.running:
-                codes[role.log_path.stem] = role.stop()
+        store = [self.store] if self.store else []
+        for together in ([*self.prefill, *self.decode], store, self.coordinators):
+            ending = [role for role in together if role.running]
+            for role in ending:
+                role.signal(signal.SIGTERM)
+            codes |= {role.log_path.stem: role.wait() for role in ending}
         return codes
 
     def kill(self) -> None:
@@ -240,7 +260,8 @@ class Cluster:
         return "\n".join(f"--- {role.log_path.stem}\n{role.log()}" for role in self.roles)
 
     def _role(self, role: str, index: int, args: list[str]) -> RoleProcess:
-        return RoleProcess(role, args, self.directory / f"{role}-{index}.log", busy_signal=self.busy_signal)
+        log_path = self.directory / f"{role}-{index}.log"
+        return RoleProcess(role, args, log_path, busy_signal=self.busy_signal, warm=not self.fresh)
 
     def _store_role(self) -> RoleProcess:
         path = self.directory / "store"
@@ -248,7 +269,7 @@ class Cluster:
         return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2]]
+        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2], "--http-port", "-1"]
         return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:

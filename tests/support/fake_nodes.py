@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvrelay.errors import (
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.named_blocks import NamedBlocks
 from kvrelay.messages import (
+    AnswerWanted,
     DecodeFinished,
     HandoffTarget,
     NodeRequest,
@@ -38,11 +40,13 @@ from kvrelay.messages import (
 )
 from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.credentials import PeerTLS
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.node_service import NodeService
-from kvrelay.rpc.server import make_server
+from kvrelay.rpc.server import bind, make_server
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
+from tests.support.answer_generators import AnswerEvents, answers
 from tests.support.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 
 # "The answer is 42, whatever the question was." in bytes, each character's id, and then the end of the sequence.
@@ -113,6 +117,7 @@ class FakeNode:
         self.requests: list[NodeRequest] = []
         self.time_limits_s: list[float | None] = []  # what each streaming call had left when it came
         self.address = ""
+        self.tls: PeerTLS | None = None
         self.control = NodeService(1.0, self.tell)
         self._changed = asyncio.Event()
         self._coordinators: tuple[str, ...] = ()
@@ -123,7 +128,7 @@ class FakeNode:
         self._server = make_server()
         self.register(self._server)
         self.control.register(self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1', port, self.tls)}"
         await self._server.start()
         self._coordinators = coordinators
         await self._join()
@@ -148,7 +153,7 @@ class FakeNode:
     async def _join(self) -> None:
         info = NodeInfo(self.role, self.instance_id, self.address, self.model)
         self._memberships = Memberships(
-            self._coordinators, info, self.status, interval_s=0.1, cached=self.cached_blocks
+            self._coordinators, info, self.status, interval_s=0.1, cached=self.cached_blocks, tls=self.tls
         )
         await self._memberships.start()
         await self._memberships.wait_joined()
@@ -219,6 +224,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         self.num_cached_blocks = 0
         self.reservations: dict[ReservationId, Reservation] = {}
         self.max_reserved = 0  # most blocks ever reserved at once
+        self.itl_targets_s: list[float] = []  # of each request that asked for room
         self._numbers = itertools.count(1)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -247,7 +253,8 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
+        node_request, num_tokens, num_tokens_now, itl_target_s = convert_decode.reserve_request_from_pb(request)
+        self.itl_targets_s.append(itl_target_s)
         await self._reach("reserve")
         num_blocks = self.model.layout.blocks_for(num_tokens_now or num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
@@ -269,21 +276,27 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
     async def Renew(self, request: decode_pb2.RenewRequest, context: Any) -> decode_pb2.RenewReply:
         return decode_pb2.RenewReply(lease_s=10.0)
 
-    async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        reservation_id = ReservationId(request.reservation_id)
-        reservation = self.reservations.get(reservation_id)
+    async def Decode(
+        self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.DecodeReply]:
+        async with aclosing(answers(requests, self._decode)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def _decode(self, wanted: AnswerWanted) -> AnswerEvents:
+        reservation = self.reservations.get(wanted.reservation_id)
         if reservation is None:
-            raise NotFoundError(f"there is no reservation {reservation_id}")
+            raise NotFoundError(f"there is no reservation {wanted.reservation_id}")
         reservation.decoding = True
-        self.time_limits_s.append(context.time_remaining())
+        self.time_limits_s.append(wanted.timeout_s)
         try:
             await self._reach("decode")
-            if not request.compute_tail:
+            if not wanted.compute_tail:
                 await reservation.committed.wait()
-            async for event in self._answer(reservation.request, compute_tail=request.compute_tail):
-                yield convert_decode.decode_event_to_pb(event)
+            async for event in self._answer(reservation.request, compute_tail=wanted.compute_tail):
+                yield event
         finally:
-            self._drop(reservation_id)
+            self._drop(wanted.reservation_id)
 
     async def _answer(
         self, request: NodeRequest, *, compute_tail: bool

@@ -11,16 +11,18 @@ import atexit
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvrelay.config import RoleConfig, option
 from kvrelay.errors import InvalidRequestError, ModelFileError
+from kvrelay.option import option
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import process
+from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.raw import raw_methods
 from kvrelay.types import InstanceId, Role
@@ -45,6 +47,10 @@ class FakeApp:
         self._last_words = b"done"
         if config.last_words:
             process.LAST_WORDS_S = 2.0  # so that a busy machine comes to them
+
+    @property
+    def doors(self) -> Sequence[Door]:
+        return (Door(self._config.port, self.register, self.service_names),)
 
     def register(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((raw_methods(SERVICE, unary_stream={"Hold": self.hold}),))

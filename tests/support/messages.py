@@ -8,6 +8,9 @@ from kvrelay.cluster import CacheCleared, CacheEvents, CacheRemoved, CacheStored
 from kvrelay.kv.layout import ITEM_BYTES, KVLayout
 from kvrelay.limits import DecodeLimits, PrefillLimits
 from kvrelay.messages import (
+    AnswersAdvanced,
+    AnswersAsked,
+    AnswerWanted,
     BlocksReceived,
     DecodeFinished,
     HandoffBegin,
@@ -17,10 +20,19 @@ from kvrelay.messages import (
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    TokensDecoded,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
-from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId, Role
+from kvrelay.structured import StructuredOutput, StructureKind
+from kvrelay.types import (
+    AnswerHandle,
+    BlockCounts,
+    CachedTokens,
+    FinishReason,
+    InstanceId,
+    RequestId,
+    ReservationId,
+    Role,
+)
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -29,6 +41,15 @@ ids = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, ma
 texts = st.text(max_size=20)
 some_ids = st.lists(u32, max_size=5).map(tuple)
 
+structured = st.one_of(
+    st.just(StructuredOutput(StructureKind.JSON_OBJECT)),
+    st.builds(
+        StructuredOutput,
+        st.sampled_from([StructureKind.JSON_SCHEMA, StructureKind.REGEX, StructureKind.GRAMMAR]),
+        texts,
+    ),
+    st.lists(texts, max_size=3).map(lambda choices: StructuredOutput(StructureKind.CHOICE, choices=tuple(choices))),
+)
 sampling_params = st.builds(
     SamplingParams,
     temperature=numbers,
@@ -46,6 +67,7 @@ sampling_params = st.builds(
     stop_token_ids=some_ids,
     stop=st.lists(texts, max_size=3).map(tuple),
     logprobs=st.none() | u32,
+    structured=st.none() | structured,
 )
 token_logprobs = st.builds(TokenLogprob, u32, st.floats(allow_nan=False, width=32))
 step_logprobs = st.builds(StepLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple))
@@ -82,6 +104,8 @@ node_statuses = st.builds(
     NodeStatus,
     *(st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64),
     st.none() | decode_limits | prefill_limits,
+    step_tokens=u32,
+    prompt_tokens=st.lists(u32, max_size=64).map(tuple),
 )
 block_hashes = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=4)
 cache_events = st.builds(
@@ -101,9 +125,23 @@ granted = st.builds(ReservationGranted, texts, texts, u32, numbers)
 token_runs = st.lists(st.builds(GeneratedToken, u32), min_size=1, max_size=4) | st.lists(
     st.builds(GeneratedToken, u32, step_logprobs), min_size=1, max_size=4
 )
-decode_events = st.builds(TokensDecoded, token_runs.map(tuple)) | st.builds(
-    DecodeFinished, st.sampled_from(FinishReason), cached_tokens, numbers
+handles = u64.map(AnswerHandle)
+answers_asked = st.builds(
+    AnswersAsked,
+    st.lists(st.builds(AnswerWanted, handles, ids.map(ReservationId), st.booleans(), numbers), max_size=4).map(tuple),
+    st.lists(handles, max_size=4).map(tuple),
 )
+decode_ends = st.builds(DecodeFinished, st.sampled_from(FinishReason), cached_tokens, numbers)
+
+
+@st.composite
+def answers_advanced(draw: st.DrawFn) -> AnswersAdvanced:
+    """Each answer once; those without log-probabilities first, as on the wire."""
+    runs = draw(st.dictionaries(handles, token_runs.map(tuple), max_size=4))
+    tokens = sorted(runs.items(), key=lambda run: run[1][0].logprobs is not None)
+    return AnswersAdvanced(tuple(tokens), tuple(draw(st.lists(st.tuples(handles, decode_ends), max_size=4))))
+
+
 handoff_begins = st.builds(HandoffBegin, ids, texts, u32, texts, texts, u32, u32)
 handoff_ends = st.builds(HandoffEnd, u32, st.binary(min_size=16, max_size=16), generated_tokens)
 received = st.builds(BlocksReceived, u32, st.booleans())

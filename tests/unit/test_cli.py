@@ -136,6 +136,11 @@ def test_every_command_exists() -> None:
         assert callable(cli._target(command.target)), name
 
 
+def test_the_package_runs_as_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "kvrelay", "--version"], check=True, capture_output=True, text=True)
+    assert run.stdout.startswith("kvrelay ")
+
+
 def test_help_needs_neither_torch_nor_grpc_nor_a_role() -> None:
     script = (
         "import sys, kvrelay.cli; assert not {'torch', 'grpc', 'coordinator'} & set(sys.modules), sys.modules.keys()"

@@ -11,7 +11,7 @@ import pytest
 from kvrelay import status
 from kvrelay.cluster import ClusterStatus, ModelInfo, NodeInfo, NodeReport, NodeStatus
 from kvrelay.types import BlockCounts, InstanceId, Role
-from tests.support.coordinator_ends import ends
+from tests.support.coordinator_ends import TIMEOUT_S, ends
 from tests.support.fake_nodes import MODEL
 
 
@@ -94,3 +94,28 @@ async def test_against_a_coordinator(capsys: pytest.CaptureFixture[str]) -> None
         assert "decode-node" in capsys.readouterr().out
         assert await asyncio.to_thread(status.main, ["--json", *address]) == 0
         assert json.loads(capsys.readouterr().out)["nodes"][0]["role"] == "prefill-node"
+
+
+@pytest.mark.parametrize("pause", ["0", "nan", "inf", "-1", "soon"])
+def test_a_pause_that_makes_no_sense_is_refused(pause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        status.main([f"--watch={pause}"])
+    assert caught.value.code == 2
+    assert f"{pause!r} is no pause; give seconds, 0.1 at least" in capsys.readouterr().err
+
+
+async def test_watching_goes_on_while_the_coordinator_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    async def until(count: int, what: str, out: list[str]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while sum(text.count(what) for text in out) < count:
+                await asyncio.sleep(0.01)
+                out += capsys.readouterr()
+
+    seen: list[str] = []
+    async with ends() as cluster:
+        options = status._parser().parse_args(["--watch", "0.1", "--address", cluster.address])
+        watching = asyncio.create_task(status._status(options))
+        await until(2, "ready, 0 running", seen)
+    await until(1, f"kvrelay status: no coordinator answers at {cluster.address}", seen)
+    watching.cancel()
+    await asyncio.wait([watching])

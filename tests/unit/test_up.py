@@ -10,14 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from coordinator.api_keys import parse_keys
+from coordinator.identity import Scope
 from kvrelay import up
 from kvrelay.errors import ConfigError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome
+from kvrelay.locks import lock
+from kvrelay.planned_roles import PlannedRole, check_ports, plan
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
 
@@ -40,7 +44,7 @@ def value(flags: tuple[str, ...], name: str) -> str:
 
 
 def test_the_default_cluster_is_one_of_each_role() -> None:
-    roles = up.plan(options(), Path("/m.gguf"), Path("/data"))
+    roles = plan(options(), {"": Path("/m.gguf")}, Path("/data"))
     assert [(role.name, role.address, role.metrics_port) for role in roles] == [
         ("coordinator", "127.0.0.1:7400", 7500),
         ("kvstore", "127.0.0.1:7401", 7501),
@@ -55,9 +59,25 @@ def test_the_default_cluster_is_one_of_each_role() -> None:
         assert value(node.flags, "--dtype") == "bfloat16"
 
 
+def test_a_secure_cluster_has_certificates_a_key_and_a_port_for_nodes(tmp_path: Path) -> None:
+    locks = lock(tmp_path, "127.0.0.1")
+    roles = plan(options("--secure", "--coordinators", "2"), {"": Path("/m.gguf")}, Path("/data"), locks)
+    assert [role.cluster_port for role in roles] == [7600, 7602, None, None, None]
+    for coordinator in roles[:2]:
+        assert value(coordinator.flags, "--cluster-port") == str(coordinator.cluster_port)
+        assert value(coordinator.flags, "--tls-cert") == f"{tmp_path}/door.pem"
+    for role in roles:
+        assert value(role.flags, "--peer-cert") == f"{tmp_path}/{role.role.value}.pem"
+    for joining in roles[2:]:
+        assert value(joining.flags, "--coordinator") == "127.0.0.1:7600,127.0.0.1:7602"
+    up.check_settings([role for role in roles if role.role is Role.COORDINATOR])
+    keys = parse_keys(Path(value(roles[0].flags, "--api-keys-file")).read_bytes())
+    assert keys.identify(locks.api_key, 0.0).scopes == frozenset(Scope)
+
+
 def test_other_shapes_get_ports_and_names_in_order() -> None:
-    roles = up.plan(
-        options("--prefill", "2", "--decode", "2", "--no-kvstore", "--port-base", "9000"), Path("/m"), Path("/d")
+    roles = plan(
+        options("--prefill", "2", "--decode", "2", "--no-kvstore", "--port-base", "9000"), {"": Path("/m")}, Path("/d")
     )
     assert [(role.name, role.port) for role in roles] == [
         ("coordinator", 9000),
@@ -70,7 +90,7 @@ def test_other_shapes_get_ports_and_names_in_order() -> None:
 
 
 def test_every_node_and_the_store_join_every_coordinator() -> None:
-    roles = up.plan(options("--coordinators", "3"), Path("/m"), Path("/d"))
+    roles = plan(options("--coordinators", "3"), {"": Path("/m")}, Path("/d"))
     assert [(role.name, role.port) for role in roles] == [
         ("coordinator-1", 7400),
         ("coordinator-2", 7402),
@@ -85,7 +105,7 @@ def test_every_node_and_the_store_join_every_coordinator() -> None:
 
 
 def test_several_kvstores_have_directories_of_their_own_and_every_node_knows_them_all() -> None:
-    roles = up.plan(options("--kvstores", "3", "--decode", "2"), Path("/m"), Path("/d"))
+    roles = plan(options("--kvstores", "3", "--decode", "2"), {"": Path("/m")}, Path("/d"))
     stores = [role for role in roles if role.role is Role.KVSTORE]
     assert [(role.name, role.port, value(role.flags, "--path")) for role in stores] == [
         ("kvstore-1", 7401, "/d/kvstore"),
@@ -94,12 +114,55 @@ def test_several_kvstores_have_directories_of_their_own_and_every_node_knows_the
     ]
     nodes = [role for role in roles if role.role in (Role.PREFILL_NODE, Role.DECODE_NODE)]
     assert {value(node.flags, "--kvstore") for node in nodes} == {"127.0.0.1:7401,127.0.0.1:7422,127.0.0.1:7423"}
-    assert not any("--kvstore" in role.flags for role in up.plan(options("--no-kvstore"), Path("/m"), Path("/d")))
+    assert not any("--kvstore" in role.flags for role in plan(options("--no-kvstore"), {"": Path("/m")}, Path("/d")))
+
+
+def several_models(*flags: str) -> list[PlannedRole]:
+    return plan(options(*flags), {"small": Path("/s"), "large": Path("/l")}, Path("/d"))
+
+
+def test_each_of_several_models_has_its_own_nodes() -> None:
+    roles = several_models("--decode", "2", "--kvstores", "2")
+    assert [(role.name, role.port, role.model) for role in roles] == [
+        ("coordinator", 7400, ""),
+        ("kvstore-1", 7401, ""),
+        ("kvstore-2", 7424, ""),
+        ("prefill-node-1", 7410, "small"),
+        ("prefill-node-2", 7411, "large"),
+        ("decode-node-1", 7420, "small"),
+        ("decode-node-2", 7421, "small"),
+        ("decode-node-3", 7422, "large"),
+        ("decode-node-4", 7423, "large"),
+    ]
+    assert value(roles[0].flags, "--models") == "small=/s;large=/l"
+    for node in roles[3:]:
+        expected = ("/s", "small") if node.model == "small" else ("/l", "large")
+        assert (value(node.flags, "--model"), value(node.flags, "--model-name")) == expected
+    up.check_settings(roles)
+
+
+def test_the_cores_are_shared_by_the_nodes_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert {value(role.flags, "--threads") for role in several_models() if role.model} == {"2"}
+
+
+def test_the_calls_to_try_name_one_of_several_models() -> None:
+    banner = up._how_to_use(several_models(), Path("/d"))
+    assert banner.count(" --model small ") == 2
+    assert "decode-node-2   127.0.0.1:7421        metrics http://127.0.0.1:7521/metrics  large\n" in banner
+
+
+def test_several_models_are_named_once_or_more() -> None:
+    expected = {"small": Path("/s"), "large": Path("/l")}
+    assert up.models_of(options("--models", "small=/s;large=/l")) == expected
+    assert up.models_of(options("--models", "small=/s", "--models", "large=/l")) == expected
+    assert up.models_of(options()) == {"": None}
+    assert up.models_of(options("--model", "/m", "--model-name", "name")) == {"name": Path("/m")}
 
 
 @pytest.mark.parametrize(("flags", "told"), [([], False), (["--coordinators", "2"], True)])
 def test_several_coordinators_are_told_to_know_only_their_own_requests(flags: list[str], told: bool) -> None:
-    banner = up._how_to_use(up.plan(options(*flags), Path("/m"), Path("/d")), Path("/d"))
+    banner = up._how_to_use(plan(options(*flags), {"": Path("/m")}, Path("/d")), Path("/d"))
     assert ("A request's id belongs to the coordinator it was sent to" in banner) is told
 
 
@@ -114,7 +177,7 @@ def test_several_coordinators_are_told_to_know_only_their_own_requests(flags: li
 )
 def test_nodes_share_the_cores(cores: int, flags: list[str], threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    roles = up.plan(options(*flags), Path("/m"), Path("/d"))
+    roles = plan(options(*flags), {"": Path("/m")}, Path("/d"))
     assert {value(role.flags, "--threads") for role in roles if "node" in role.name} == {threads}
 
 
@@ -126,7 +189,12 @@ def test_nodes_share_the_cores(cores: int, flags: list[str], threads: str, monke
         (["--decode", "81"], r"--decode is 81; allowed is \[1, 80\]"),
         (["--kvstores", "80", "--decode", "2"], r"--kvstores is 80; allowed is \[1, 79\]"),
         (["--kvstores", "2", "--no-kvstore"], "--kvstores asks for KV stores and --no-kvstore for none"),
-        (["--port-base", "65500"], r"--port-base is 65500; allowed is \[1, 65335\]"),
+        (["--models", "a=/a;b=/b", "--prefill", "6"], r"--prefill is 6; allowed is \[1, 5\]"),
+        (["--models", "a=/a;b=/b", "--model", "/m"], "--model is '/m' beside --models; name every model by --models"),
+        (["--models", "a=/a", "--model-name", "m"], "--model-name is 'm' beside --models"),
+        (["--models", ";"], "--models names no model; write NAME=PATH"),
+        (["--models", "a=/a", "--models", "a=/b"], "two models are named 'a'"),
+        (["--port-base", "65500"], r"--port-base is 65500; allowed is \[1, 64926\]"),
     ],
 )
 def test_impossible_shapes_are_refused(flags: list[str], message: str) -> None:
@@ -170,13 +238,13 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=rf"port {base + 10} on 127\.0\.0\.1 \(for the prefill-node\).*--port-base"
         ):
-            up.check_ports(up.plan(options("--port-base", str(base)), Path("/m"), tmp_path))
+            check_ports(plan(options("--port-base", str(base)), {"": Path("/m")}, tmp_path))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_a_foreign_address_is_no_port_in_use(host: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give an address of this machine with --host"):
-        up.check_ports(up.plan(options("--host", host), Path("/m"), tmp_path))
+        check_ports(plan(options("--host", host), {"": Path("/m")}, tmp_path))
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
@@ -194,7 +262,7 @@ def free_base() -> int:
     """A port base whose ports were free a moment ago."""
     for base in range(21_000, 60_000, 300):
         try:
-            up.check_ports(up.plan(options("--port-base", str(base)), Path("/m"), Path("/d")))
+            check_ports(plan(options("--port-base", str(base)), {"": Path("/m")}, Path("/d")))
         except ConfigError:
             continue
         return base
@@ -215,22 +283,25 @@ class Stage:
 
     def say(self, line: str) -> None:
         self.lines.append(line)
-        for part, action in self.on_line.items():
+        for part, action in [*self.on_line.items()]:
             if part in line:
                 action()
 
     def be(self, role: str, manner: str) -> None:
         (self.directory / f"{role}.{manner}").touch()
 
-    async def run(self, announce: Callable[[], None], limits: Limits = PATIENT, **counts: int) -> Outcome:
+    async def run(
+        self, announce: Callable[[], None], limits: Limits = PATIENT, models: Sequence[str] = ("",), **counts: int
+    ) -> Outcome:
         cluster = LocalCluster(limits, self.say)
         for role in Role:
-            for index in range(counts.get(role.name.lower(), 1)):
+            own = models if role in (Role.PREFILL_NODE, Role.DECODE_NODE) else ("",)
+            for index, model in enumerate(own * counts.get(role.name.lower(), 1)):
                 name = f"{role.value}-{index + 1}"
                 command = [sys.executable, str(FAKE_ROLE), str(self.directory), role.value, "--port", str(7000 + index)]
                 process = RoleProcess(name, command, self.directory / f"{name}.log", cluster.report)
                 self.processes[name] = process
-                cluster.add(role, process)
+                cluster.add(role, process, model)
         outcome = await cluster.run(announce)
         assert not any(process.running for process in self.processes.values())
         return outcome
@@ -300,6 +371,24 @@ async def test_losing_the_only_one_of_a_role_ends_the_cluster(name: str, stage: 
     outcome = await stage.run(lambda: stage.processes[f"{name}-1"].send(signal.SIGKILL))
     assert outcome is Outcome.FAILED
     assert f"{name}-1 was killed by SIGKILL while serving;" in stage.said
+
+
+async def test_losing_one_of_several_models_leaves_the_others_served(stage: Stage) -> None:
+    def kill_one() -> None:
+        stage.on_line["was killed by"] = kill_another
+        stage.processes["decode-node-1"].send(signal.SIGKILL)
+
+    def kill_another() -> None:
+        del stage.on_line["was killed by"]
+        stage.processes["prefill-node-2"].send(signal.SIGKILL)
+
+    outcome = await stage.run(kill_one, models=("small", "large"))
+    assert outcome is Outcome.FAILED
+    assert (
+        "decode-node-1 was killed by SIGKILL while serving; model 'small' has no other, the others go on without it"
+        in stage.said
+    )
+    assert "prefill-node-2 was killed by SIGKILL while serving; the end of" in stage.said
 
 
 async def test_a_role_that_does_not_end_within_the_grace_period_is_killed(

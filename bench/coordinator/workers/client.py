@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from bench.coordinator.fake_nodes import DIRECT
 from bench.coordinator.stamps import FIRST_ID, age_s
 from bench.handoff.conversation import Conversation
 from bench.handoff.pace import cpu_seconds
-from kvrelay.pb import decode_pb2, inference_pb2, types_pb2
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, inference_pb2, types_pb2
 from kvrelay.rpc import raw
 from kvrelay.rpc.channel import cancelling, open_channel
 
@@ -65,11 +65,6 @@ class Client:
             [raw.unary_stream(channel, "kvrelay.pb.Inference", "Generate") for channel in self._channels]
         )
         self._straight = [open_channel(address, own_connection=True) for address in task["decode"]]
-        self._decoding = itertools.cycle(
-            [raw.unary_stream(channel, "kvrelay.pb.Decode", "Decode") for channel in self._straight]
-        )
-        self._direct = decode_pb2.DecodeRequest(reservation_id=DIRECT).SerializeToString()
-        self._of_nodes = task.get("of_nodes", False)
         self._tally = Tally()
         self._reading: list[asyncio.Task[None]] = []
 
@@ -90,10 +85,9 @@ class Client:
 
     async def _open(self, order: Order) -> dict[str, object]:
         """So many answers without end, read side by side; returns when each has begun."""
-        straight = order["straight"]
-        begin = self._begin_straight if straight else self._begin(PROMPT_TOKENS, ENDLESS_TOKENS)
         begun = [asyncio.Event() for _ in range(order["num_streams"])]
-        self._reading = [asyncio.create_task(self._read(begin(), straight, event)) for event in begun]
+        reading = self._straight_from_nodes(begun) if order["straight"] else self._through(begun)
+        self._reading = [asyncio.create_task(one) for one in reading]
         all_begun = asyncio.gather(*(event.wait() for event in begun))
         await asyncio.wait([all_begun, *self._reading], return_when=asyncio.FIRST_COMPLETED)
         if not all_begun.done():
@@ -171,8 +165,14 @@ class Client:
         ).SerializeToString()
         return lambda: next(self._asking)(request)
 
-    def _begin_straight(self) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
-        return next(self._decoding)(self._direct)
+    def _through(self, begun: list[asyncio.Event]) -> Iterator[Coroutine[Any, Any, None]]:
+        begin = self._begin(PROMPT_TOKENS, ENDLESS_TOKENS)
+        return (self._read(begin(), event) for event in begun)
+
+    def _straight_from_nodes(self, begun: list[asyncio.Event]) -> Iterator[Coroutine[Any, Any, None]]:
+        """A stream a node, with its share of the answers."""
+        for number, channel in enumerate(self._straight):
+            yield self._read_node(channel, dict(enumerate(begun[number :: len(self._straight)], start=1)))
 
     async def _ask_again(self, begin: Begin) -> None:
         while True:
@@ -182,7 +182,7 @@ class Client:
         """Until the end, or the refusal."""
         began = time.monotonic()
         try:
-            await self._read(begin(), straight=False)
+            await self._read(begin())
             self._tally.num_finished += 1
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -190,10 +190,8 @@ class Client:
             self._tally.num_failed += 1
         self._tally.times_s.append(time.monotonic() - began)
 
-    async def _read(
-        self, call: grpc.aio.UnaryStreamCall[bytes, bytes], straight: bool, begun: asyncio.Event | None = None
-    ) -> None:
-        parse = (decode_pb2.DecodeEvent if straight or self._of_nodes else inference_pb2.GenerateEvent).FromString
+    async def _read(self, call: grpc.aio.UnaryStreamCall[bytes, bytes], begun: asyncio.Event | None = None) -> None:
+        parse = inference_pb2.GenerateEvent.FromString
         async with cancelling(call):
             while (message := await call.read()) is not grpc.aio.EOF:
                 event = parse(message)
@@ -201,6 +199,16 @@ class Client:
                     self._count(event.tokens.token_ids)
                     if begun is not None:
                         begun.set()
+
+    async def _read_node(self, channel: grpc.aio.Channel, begun: dict[int, asyncio.Event]) -> None:
+        async with cancelling(decode_pb2_grpc.DecodeStub(channel).Decode()) as call:
+            wanted = [decode_pb2.AnswerWanted(handle=handle, reservation_id=DIRECT) for handle in begun]
+            await call.write(decode_pb2.DecodeRequest(wanted=wanted))
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                self._count(reply.token_ids)
+                for handle in reply.handles if begun else ():
+                    if event := begun.pop(handle, None):
+                        event.set()
 
     def _count(self, token_ids: Any) -> None:
         tally, now_ns = self._tally, time.monotonic_ns()

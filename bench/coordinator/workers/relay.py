@@ -1,10 +1,12 @@
-"""What grpc.aio itself takes to pass messages on: no parsing, no text, no queue. Nothing of kvrelay but its options."""
+"""What gRPC itself takes to pass tokens on, one message of a node's in and one for each answer out: no text, no
+accounts. Nothing of kvrelay but its messages and options."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -12,9 +14,9 @@ import uvloop
 
 from bench.coordinator.fake_nodes import DIRECT
 from bench.handoff.conversation import Conversation
-from kvrelay.pb import decode_pb2
+from kvrelay.pb import decode_pb2, decode_pb2_grpc, inference_pb2
 from kvrelay.rpc import raw
-from kvrelay.rpc.channel import cancelling, open_channel
+from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.process import tune_malloc
 from kvrelay.rpc.server import bind, make_server
 
@@ -28,14 +30,53 @@ def main() -> None:
         runner.run(_serve(driver))
 
 
+class Node:
+    """One stream from a node, whose tokens go to the answers they are for, those that wait together."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call = decode_pb2_grpc.DecodeStub(channel).Decode()
+        self._one_write = asyncio.Lock()
+        self._handles = itertools.count(1)
+        self._waiting: dict[int, list[int]] = {}
+        self._arrived: dict[int, asyncio.Event] = {}
+
+    async def answer(self) -> AsyncIterator[bytes]:
+        handle = next(self._handles)
+        waiting, arrived = self._waiting[handle], self._arrived[handle] = [], asyncio.Event()
+        wanted = decode_pb2.AnswerWanted(handle=handle, reservation_id=DIRECT)
+        await self._tell(decode_pb2.DecodeRequest(wanted=[wanted]))
+        try:
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                tokens = inference_pb2.TokensGenerated(token_ids=waiting)
+                waiting.clear()
+                yield inference_pb2.GenerateEvent(tokens=tokens).SerializeToString()
+        finally:
+            del self._waiting[handle], self._arrived[handle]
+            await self._tell(decode_pb2.DecodeRequest(left=[handle]))
+
+    async def _tell(self, request: decode_pb2.DecodeRequest) -> None:
+        async with self._one_write:  # gRPC takes one at a time
+            await self._call.write(request)
+
+    async def read(self) -> None:
+        while (reply := await self._call.read()) is not grpc.aio.EOF:
+            for handle, token_id in zip(reply.handles, reply.token_ids, strict=True):
+                if handle in self._waiting:
+                    self._waiting[handle].append(token_id)
+                    self._arrived[handle].set()
+
+
 async def _serve(driver: Conversation) -> None:
     channels = [open_channel(address, own_connection=True) for address in driver.task["decode"]]
-    turns = itertools.cycle([raw.unary_stream(channel, "kvrelay.pb.Decode", "Decode") for channel in channels])
-    request = decode_pb2.DecodeRequest(reservation_id=DIRECT).SerializeToString()
+    nodes = [Node(channel) for channel in channels]
+    reading = [asyncio.create_task(node.read()) for node in nodes]
+    turns = itertools.cycle(nodes)
 
     async def generate(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
-        async with cancelling(next(turns)(request)) as call:
-            while (message := await call.read()) is not grpc.aio.EOF:
+        async with aclosing(next(turns).answer()) as messages:
+            async for message in messages:
                 yield message
 
     server = make_server()
@@ -45,6 +86,8 @@ async def _serve(driver: Conversation) -> None:
     driver.tell(address=f"127.0.0.1:{port}")
     await asyncio.to_thread(driver.next_order)
     await server.stop(None)
+    for task in reading:
+        task.cancel()
     for channel in channels:
         await channel.close()
 

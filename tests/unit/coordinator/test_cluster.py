@@ -27,6 +27,13 @@ def usable(cluster: Cluster, instance_id: str, address: str = "10.0.0.1:7420") -
     return member
 
 
+def replace(cluster: Cluster, member: Member, instance_id: str) -> None:
+    """The process has died, which breaks its stream, and another takes its place."""
+    cluster.disconnect(member)
+    cluster.make_way(info(instance_id, member.info.address))
+    cluster.join(info(instance_id, member.info.address))
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
@@ -43,7 +50,7 @@ async def test_work_on_a_node_ends_when_a_new_process_takes_its_place_and_no_oth
     member, other = cluster.join(info("old")), cluster.join(info("other", "10.0.0.2:7420"))
     works, goes_on = asyncio.create_task(wait_on(cluster, member)), asyncio.create_task(wait_on(cluster, other))
     await asyncio.sleep(0)
-    cluster.join(info("new"))
+    replace(cluster, member, "new")
     async with asyncio.timeout(10):
         with pytest.raises(UnavailableError, match=r"decode-node 10\.0\.0\.1:7420 is lost"):
             await works
@@ -91,7 +98,7 @@ async def test_what_fails_because_its_node_is_lost_opens_no_circuit() -> None:
     member = usable(cluster, "old")
     works = [asyncio.create_task(wait_on(cluster, member)) for _ in range(2)]
     await asyncio.sleep(0)
-    cluster.join(info("new"))
+    replace(cluster, member, "new")
     for error in await asyncio.gather(*works, return_exceptions=True):
         assert isinstance(error, UnavailableError)
         cluster.failed(error, member)

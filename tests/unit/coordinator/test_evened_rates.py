@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from coordinator.evened_rates import IDLE_S, EvenedRates
-from coordinator.forecast import Work
 from coordinator.members import Members
 from coordinator.pair_cost import PairCosts
+from coordinator.work import Work
 from kvrelay.cluster import NodeInfo, NodeRates, NodeStatus
 from kvrelay.types import InstanceId, Role
 from tests.support.fake_nodes import MODEL
@@ -71,6 +73,13 @@ def test_a_node_that_was_long_idle_counts_as_the_others_until_it_has_worked() ->
     assert evened(rates, C, idle(10.0), now=5.0 + IDLE_S) == 1_000.0
     assert evened(rates, C, busy(10.0), now=6.0 + IDLE_S) == 20.0
     assert evened(rates, C, idle(10.0), now=7.0 + IDLE_S) == 20.0
+
+
+@pytest.mark.parametrize("nonsense", [math.inf, math.nan])
+def test_what_is_no_measure_is_none_for_others(nonsense: float) -> None:
+    rates = EvenedRates()
+    rates.told(A, busy(nonsense), 0.0)
+    assert evened(rates, B, busy(100.0)) == pytest.approx(100.0)
 
 
 def test_one_that_is_gone_is_no_measure_for_others() -> None:

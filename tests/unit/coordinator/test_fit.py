@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.fit import Capacity, check_capacity, check_prompt, settle_max_tokens
+from coordinator.fit import Capacity, check_capacity, settle_max_tokens
 from kvrelay.cluster import ModelInfo
 from kvrelay.errors import NeverFitsError, PromptTooLongError
 from kvrelay.kv.layout import KVLayout
@@ -35,12 +35,3 @@ def test_what_no_node_can_hold() -> None:
         check_capacity(48, 17, LAYOUT, capacity)
     with pytest.raises(NeverFitsError, match="the prompt needs 4 KV blocks"):
         check_capacity(49, 1, LAYOUT, capacity)
-
-
-def test_how_long_a_prompt_may_be() -> None:
-    check_prompt(10**6, "a", 0, 0)
-    check_prompt(90, "a", 90, 100)
-    for limits, whose in (((90, 100), "tenant 'a' may send 90"), ((0, 90), "this coordinator takes 90")):
-        with pytest.raises(PromptTooLongError) as caught:
-            check_prompt(91, "a", *limits)
-        assert caught.value.message == f"the prompt has 91 tokens; {whose}"

@@ -25,6 +25,7 @@ from kvrelay.inference import (
     Usage,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams
+from kvrelay.structured import StructuredOutput, StructureKind
 from kvrelay.types import FinishReason, RequestId
 from tests.support.virtual_timers import VirtualTimers
 
@@ -170,6 +171,19 @@ def test_a_digest_is_of_the_content_and_of_nothing_else() -> None:
         None,
     )
     assert len({request_digest(GenerateRequest(prompt), "a") for prompt in prompts}) == len(prompts)
+
+
+def test_a_digest_is_of_what_the_answer_is_held_to() -> None:
+    structures = (
+        None,
+        StructuredOutput(StructureKind.JSON_OBJECT),
+        StructuredOutput(StructureKind.REGEX, "a"),
+        StructuredOutput(StructureKind.GRAMMAR, "a"),
+        StructuredOutput(StructureKind.CHOICE, choices=("a", "b")),
+        StructuredOutput(StructureKind.CHOICE, choices=("a, b",)),
+    )
+    requests = [replace(REQUEST, sampling=SamplingParams(structured=structured)) for structured in structures]
+    assert len({request_digest(request, "a") for request in requests}) == len(structures)
 
 
 async def test_a_failure_that_may_be_tried_again_is_not_kept_and_another_one_is() -> None:

@@ -60,16 +60,16 @@ def test_status_after_an_assignment_counts_as_change() -> None:
     members.update(member, READY, now=0.1)
     member.assign(100)
     member.assign(200)
-    assert (member.standing.num_assigned, member.standing.num_assigned_tokens) == (2, 300)
+    assert member.standing.assigned == (100, 200)
     assert members.update(member, READY, now=0.2)
-    assert (member.standing.num_assigned, member.standing.num_assigned_tokens) == (0, 0)
+    assert member.standing.assigned == ()
 
 
 def test_a_node_that_got_faster_or_further_has_no_more_room_for_it() -> None:
     members = Members(timeout_s=3.0)
     member = members.join(node(), now=0.0)
     members.update(member, READY, now=0.1)
-    status = replace(READY, rates=NodeRates(prefill_tokens_per_s=100.0), num_waiting_tokens=5)
+    status = replace(READY, rates=NodeRates(prefill_tokens_per_s=100.0), num_waiting_tokens=5, step_tokens=9)
     assert not members.update(member, status, now=0.2)
     assert member.status == status
 
@@ -118,8 +118,23 @@ def test_new_process_at_an_address_names_its_past() -> None:
     new = replace(node("one"), instance_id=InstanceId("two"))
     members.join(new, now=0.1)
     assert members.past_of(new) is old
+    assert members.past_of(replace(new, role=Role.PREFILL_NODE)) is old
     members.remove(old)
     assert members.past_of(new) is None
+
+
+def test_a_member_is_alive_while_its_stream_is_open_and_it_was_heard_of_lately() -> None:
+    members = Members(timeout_s=12.0)
+    member = members.join(node(), now=0.0)
+    assert (member.is_alive(1.9), member.is_alive(2.0)) == (True, False)
+    members.update(member, READY, now=5.0)
+    assert member.is_alive(6.9)
+    members.disconnect(member)
+    assert not member.is_alive(5.0)
+    again = members.join(node(), now=5.5)
+    assert again.is_alive(5.6)
+    members.disconnect(member)  # the old stream's end comes late
+    assert again.is_alive(5.6)
 
 
 @pytest.mark.parametrize(

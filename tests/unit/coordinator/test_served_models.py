@@ -149,9 +149,45 @@ async def test_a_process_that_serves_another_model_than_the_one_before_at_its_ad
     two: Coordinator,
 ) -> None:
     """Or else its channel would be closed when the old one is found silent."""
-    two.models.join(node("old", "small", port=1))
-    two.models.join(node("new", "large", port=1))
+    cluster, member = two.models.join(node("old", "small", port=1))
+    cluster.disconnect(member)
+    two.models.join(node("new", "large", Role.PREFILL_NODE, port=1))
     assert [member.info.instance_id for member in two.models.members] == ["new"]
+
+
+async def test_a_restarted_node_may_have_other_weights_at_once(two: Coordinator) -> None:
+    """A dead process has no say in which weights are the right ones, neither for its successor nor for others."""
+    cluster, member = two.models.join(node("old", "small", port=1, fingerprint="aa" * 32))
+    cluster.disconnect(member)
+    two.models.join(node("new", "small", port=1, fingerprint="bb" * 32))
+    assert two.models.find("small").info.fingerprint == "bb" * 32
+
+
+async def test_a_restarted_node_of_a_wrong_model_replaces_what_was_there_all_the_same(two: Coordinator) -> None:
+    cluster, member = two.models.join(node("old", "small", port=1))
+    cluster.disconnect(member)
+    with pytest.raises(ForeignBlockError, match="serves a model named 'other'"):
+        two.models.join(node("new", "other", port=1))
+    assert two.models.members == []
+
+
+@pytest.mark.parametrize("model", ["small", "large"])
+async def test_who_claims_the_address_of_a_node_that_is_alive_waits(two: Coordinator, model: str) -> None:
+    cluster, member = two.models.join(node("old", "small", port=1))
+    newcomer = node("new", model, port=1)
+    with pytest.raises(UnavailableError, match="host:1 is where decode-node old is, which is alive: give each node an"):
+        two.models.join(newcomer)
+    assert two.models.members == [member]
+    cluster.disconnect(member)
+    two.models.join(newcomer)
+    assert [one.info.instance_id for one in two.models.members] == ["new"]
+
+
+async def test_a_node_that_fell_silent_is_replaced_though_its_stream_is_open(two: Coordinator) -> None:
+    _, member = two.models.join(node("old", "small", port=1))
+    member.last_seen -= 2.0
+    two.models.join(node("new", "large", port=1))
+    assert [one.info.instance_id for one in two.models.members] == ["new"]
 
 
 async def test_ready_while_any_model_is(two: Coordinator) -> None:
@@ -179,7 +215,7 @@ async def test_a_refused_request_is_passed_by_those_of_other_models_and_by_no_te
 ) -> None:
     large = two.enter("large", "a-refused", 900)
     assert two.new_turns() == ["large/a-refused"]
-    two.models.find("large").admission.refused(large)
+    two.models.find("large").admission.refused(large, now=0.0)
     two.enter("large", "b-behind", 1)
     assert two.new_turns() == []
     small = two.enter("small", "a-other", 900)

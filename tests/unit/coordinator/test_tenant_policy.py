@@ -38,11 +38,39 @@ def test_nothing_is_said_of_anyone() -> None:
         itl_s=0.0,
         max_prompt_tokens=0,
         daily_tokens=0,
+        prompt_tokens_by_model={},
     )
 
 
 def test_a_name_may_have_colons() -> None:
     assert parse_policies("spiffe://a:b:weight=2").weight("spiffe://a:b") == 2.0
+    policy = parse_policies("a:b: max_prompt_tokens@llama3:8b=900, weight=2").of("a:b")
+    assert policy == TenantPolicy(weight=2.0, prompt_tokens_by_model={"llama3:8b": 900})
+
+
+def test_prompts_are_bounded_by_model() -> None:
+    text = "a:max_prompt_tokens=900,max_prompt_tokens@small=100,max_prompt_tokens@large=0"
+    limits = parse_policies(text).of("a").prompt_limits
+    assert [limits.of(model) for model in ("small", "large", "other")] == [100, 0, 900]
+    assert parse_policies(text).of("b").prompt_limits.of("small") == 0
+
+
+def test_terms_for_a_model_that_is_not_served_are_refused() -> None:
+    config = CoordinatorConfig(model=Path("small"), models="large=x", tenants="a:max_prompt_tokens@large=5")
+    config.check()
+    for given, message in (
+        (
+            {"tenants": "*:max_prompt_tokens@smal=5"},
+            "tenants has '*': max_prompt_tokens: 'smal' is no model that is served; 'small', 'large' are",
+        ),
+        (
+            {"max_prompt_tokens_by_model": "large=5;smal=6"},
+            "max_prompt_tokens_by_model: 'smal' is no model that is served; 'small', 'large' are",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            replace(config, **given).check()  # type: ignore[arg-type]
+        assert caught.value.message == message
 
 
 def test_parts_go_by_weight_and_what_is_left_is_nobodys() -> None:
@@ -65,6 +93,10 @@ def test_parts_go_by_weight_and_what_is_left_is_nobodys() -> None:
         ("a:itl_s=-1", "itl_s is -1; allowed is at least 0, where 0 sets no target"),
         ("a:daily_tokens=-1", "daily_tokens is -1; allowed is at least 0, where 0 sets no bound"),
         ("a:max_prompt_tokens=x", "max_prompt_tokens is 'x'; allowed is a whole number"),
+        ("a:max_prompt_tokens@m=x", "max_prompt_tokens@m is 'x'; allowed is a whole number"),
+        ("a:max_prompt_tokens@m=-1", "max_prompt_tokens@m is -1; allowed is at least 0, where 0 sets no bound"),
+        ("a:max_prompt_tokens@m=1,max_prompt_tokens@m=2", "max_prompt_tokens@m is given twice"),
+        ("a:weight@m=1", "'weight@m' is no term of a tenant; allowed are weight, max_queued,"),
         ("a:priority=101", "priority is 101; allowed is [-100, 100]"),
         (
             "a:wieght=1",

@@ -73,7 +73,7 @@ def test_an_open_decode_call_keeps_the_lease() -> None:
 def test_a_second_decode_call_is_refused() -> None:
     reservations = granted(A)
     reservations.open(A, compute_tail=False)
-    with pytest.raises(DuplicateRequestError, match="open Decode call"):
+    with pytest.raises(DuplicateRequestError, match="answer read already"):
         reservations.open(A, compute_tail=False)
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvrelay import errors
 from kvrelay.cluster import NodeStatus
-from kvrelay.errors import InvalidRequestError, KVRelayError
+from kvrelay.errors import ERRORS_BY_CODE, InvalidRequestError, KVRelayError
 from kvrelay.inference import GenerateRequest, TokenPrompt
 from kvrelay.kv.layout import KVLayout
-from kvrelay.messages import HandoffTarget, NodeRequest, PrefillStarted, TokensDecoded
+from kvrelay.messages import AnswersAdvanced, HandoffTarget, NodeRequest, PrefillStarted
 from kvrelay.pb import cluster_pb2, decode_pb2, kvstore_pb2, prefill_pb2, types_pb2
 from kvrelay.rpc import (
     convert_cluster,
@@ -27,7 +27,7 @@ from kvrelay.rpc import (
     convert_types,
 )
 from kvrelay.sampling import GeneratedToken, SamplingParams, StepLogprobs, TokenLogprob
-from kvrelay.types import CachedTokens, FinishReason, RequestId, Role, Tier
+from kvrelay.types import AnswerHandle, CachedTokens, FinishReason, RequestId, Role, Tier
 from tests.support import messages
 from tests.support.messages import EXAMPLE_NODE, EXAMPLE_REQUEST
 
@@ -59,7 +59,8 @@ def round_trip(name: str, value: Any) -> Any:
         ("handoff_target", messages.targets),
         ("prefill_event", messages.prefill_events),
         ("reservation_granted", messages.granted),
-        ("decode_event", messages.decode_events),
+        ("answers_asked", messages.answers_asked),
+        ("answers_advanced", messages.answers_advanced()),
     ],
 )
 @given(data=st.data())
@@ -94,12 +95,17 @@ def test_prefill_requests_survive_the_wire(request: NodeRequest, target: Handoff
     assert convert_prefill.prefill_request_from_pb(wire) == (request, target)
 
 
-@given(request=messages.node_requests(), extra=st.integers(0, 100), num_now=st.integers(0, 100))
-def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int, num_now: int) -> None:
+@given(
+    request=messages.node_requests(),
+    extra=st.integers(0, 100),
+    num_now=st.integers(0, 100),
+    itl_target_s=st.sampled_from([0.0, 0.05, 3.5]),
+)
+def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int, num_now: int, itl_target_s: float) -> None:
     num_tokens = len(request.token_ids) + extra
-    wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_now)
+    wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_now, itl_target_s)
 
-    assert convert_decode.reserve_request_from_pb(wire) == (request, num_tokens, num_now)
+    assert convert_decode.reserve_request_from_pb(wire) == (request, num_tokens, num_now, itl_target_s)
 
 
 @pytest.mark.parametrize("role", Role)
@@ -117,7 +123,7 @@ def test_tiers_of_the_store_survive_the_wire(tier: Tier) -> None:
     assert convert_kvstore.tier_from_pb(convert_kvstore.tier_to_pb(tier)) is tier
 
 
-@pytest.mark.parametrize("cls", sorted(set(convert_errors._ERRORS_BY_CODE.values()), key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", sorted(set(ERRORS_BY_CODE.values()), key=lambda cls: cls.__name__))
 def test_errors_survive_the_wire(cls: type[KVRelayError]) -> None:
     error = convert_errors.error_from_pb(convert_errors.error_to_pb(cls("what was wrong", retry_after_s=1.5)))
 
@@ -128,7 +134,7 @@ def test_errors_survive_the_wire(cls: type[KVRelayError]) -> None:
 def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVRelayError)]
 
-    assert len({cls.code for cls in classes}) == len(classes) == len(convert_errors._ERRORS_BY_CODE)
+    assert len({cls.code for cls in classes}) == len(classes) == len(ERRORS_BY_CODE)
 
 
 def test_an_error_code_not_known_here_is_kept() -> None:
@@ -148,6 +154,14 @@ def test_unset_fields_become_defaults() -> None:
     assert convert_prefill.prefill_event_from_pb(
         prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
     ) == PrefillStarted(CachedTokens())
+
+
+def test_of_many_prompts_a_status_tells_the_oldest_sixty_four() -> None:
+    wire = convert_cluster.node_status_to_pb(NodeStatus(prompt_tokens=tuple(range(1, 101))))
+    assert convert_cluster.node_status_from_pb(wire).prompt_tokens == tuple(range(1, 65))
+    wire.prompt_tokens.append(1)
+    with pytest.raises(InvalidRequestError, match="65 prompt_tokens are told; allowed are at most 64"):
+        convert_cluster.node_status_from_pb(wire)
 
 
 def test_zero_is_not_unset() -> None:
@@ -209,6 +223,16 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
             decode_pb2.ReserveRequest(request=request(), num_tokens=2),
             "num_tokens is 2, fewer than the request's 3 tokens",
         ),
+        (
+            convert_decode.reserve_request_from_pb,
+            decode_pb2.ReserveRequest(request=request(), num_tokens=3, itl_target_s=-0.5),
+            "itl_target_s is -0.5; allowed is at least 0, finite",
+        ),
+        (
+            convert_decode.reserve_request_from_pb,
+            decode_pb2.ReserveRequest(request=request(), num_tokens=3, itl_target_s=math.nan),
+            "itl_target_s is nan; allowed is at least 0, finite",
+        ),
         (convert_cluster.node_info_from_pb, node(role=0), "role 0 is unknown"),
         (convert_cluster.node_info_from_pb, node(role=77), "role 77 is unknown"),
         (convert_cluster.node_info_from_pb, node(instance_id=""), "an instance id has 1 to 128 characters"),
@@ -233,18 +257,27 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
         (convert_kvstore.tier_from_pb, 9, "tier 9 is unknown"),
         (convert_prefill.handoff_target_from_pb, prefill_pb2.HandoffTarget(address="a:1"), "a handoff target needs"),
         (convert_prefill.prefill_event_from_pb, prefill_pb2.PrefillEvent(), "a PrefillEvent that says nothing"),
-        (convert_decode.decode_event_from_pb, decode_pb2.DecodeEvent(), "a DecodeEvent that says nothing"),
         (
-            convert_decode.decode_event_from_pb,
-            decode_pb2.DecodeEvent(tokens=decode_pb2.TokensDecoded()),
-            "a TokensDecoded event without tokens",
+            convert_decode.answers_advanced_from_pb,
+            decode_pb2.DecodeReply(handles=[1], token_ids=[5, 6]),
+            "2 token ids came with 1 handles",
         ),
         (
-            convert_decode.decode_event_from_pb,
-            decode_pb2.DecodeEvent(
-                tokens=decode_pb2.TokensDecoded(token_ids=[1, 2], logprobs=[types_pb2.StepLogprobs()])
+            convert_decode.answers_advanced_from_pb,
+            decode_pb2.DecodeReply(with_logprobs=[decode_pb2.AnswerTokens(handle=1)]),
+            "0 token ids came with 0 log-probabilities",
+        ),
+        (
+            convert_decode.answers_advanced_from_pb,
+            decode_pb2.DecodeReply(
+                with_logprobs=[decode_pb2.AnswerTokens(handle=1, token_ids=[1, 2], logprobs=[types_pb2.StepLogprobs()])]
             ),
             "2 token ids came with 1 log-probabilities",
+        ),
+        (
+            convert_decode.answers_advanced_from_pb,
+            decode_pb2.DecodeReply(ended=[decode_pb2.AnswerEnded(handle=1)]),
+            "an AnswerEnded that does not say how",
         ),
         (convert_decode.handoff_end_from_bytes, b"", "checksum has 16 bytes, not 0"),
         (convert_decode.handoff_begin_from_bytes, b"\xff\xff\xff", "3 bytes that are no HandoffBegin"),
@@ -263,12 +296,43 @@ def test_the_device_tier_is_no_tier_of_the_store() -> None:
     assert len(kvstore_pb2.Tier.values()) == 3
 
 
-def test_log_probabilities_come_for_all_tokens_of_an_event_or_for_none() -> None:
+def test_log_probabilities_come_for_all_tokens_of_an_answer_or_for_none() -> None:
     step = StepLogprobs(TokenLogprob(1, -0.5), ())
-    mixed = TokensDecoded((GeneratedToken(1, step), GeneratedToken(2)))
+    mixed = AnswersAdvanced(((AnswerHandle(1), (GeneratedToken(1, step), GeneratedToken(2))),))
 
     with pytest.raises(InvalidRequestError, match="some tokens of one event"):
-        convert_decode.decode_event_to_pb(mixed)
+        convert_decode.answers_advanced_to_pb(mixed)
+
+
+def test_tokens_without_log_probabilities_are_two_columns() -> None:
+    """What the node sends for a step costs a few bytes a token."""
+    advanced = AnswersAdvanced(
+        ((AnswerHandle(7), (GeneratedToken(20), GeneratedToken(21))), (AnswerHandle(9), (GeneratedToken(20),)))
+    )
+
+    wire = convert_decode.answers_advanced_to_pb(advanced)
+
+    assert wire == decode_pb2.DecodeReply(handles=[7, 7, 9], token_ids=[20, 21, 20])
+    assert wire.ByteSize() == 10
+
+
+def test_the_tokens_of_an_answer_need_not_stand_together() -> None:
+    wire = decode_pb2.DecodeReply(handles=[7, 9, 7], token_ids=[20, 30, 21])
+
+    assert convert_decode.answers_advanced_from_pb(wire).tokens == (
+        (7, (GeneratedToken(20), GeneratedToken(21))),
+        (9, (GeneratedToken(30),)),
+    )
+
+
+def test_an_answer_that_failed_carries_its_error() -> None:
+    failed = AnswersAdvanced(ended=((AnswerHandle(3), errors.OverloadedError("full", retry_after_s=0.5)),))
+
+    [(handle, error)] = convert_decode.answers_advanced_from_pb(convert_decode.answers_advanced_to_pb(failed)).ended
+
+    assert (handle, repr(error)) == (3, "OverloadedError('full')")
+    assert isinstance(error, errors.OverloadedError)
+    assert error.retry_after_s == 0.5
 
 
 @pytest.mark.parametrize(
