@@ -20,7 +20,8 @@ LOOK_S = 0.05
 # Nothing that a client writes makes it another tenant; here the caller's word is taken for it.
 TAKES_THE_WORD = (
     "import coordinator.identity as identity; from coordinator.tenants import Tenant; "
-    f"identity.identify = lambda context: Tenant(dict(context.invocation_metadata()).get({TENANT_KEY!r}, 'default')); "
+    f"tenant = lambda context: Tenant(dict(context.invocation_metadata()).get({TENANT_KEY!r}, 'default')); "
+    "identity.identify = lambda context: identity.Identity(tenant(context)); "
 )
 
 
