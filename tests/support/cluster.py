@@ -208,6 +208,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.store_port = free_port()
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(self.num_coordinators)]
+        self.http_ports = [free_port() for _ in range(self.num_coordinators)]
         self.coordinators = [self._coordinator(index) for index in range(self.num_coordinators)]
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
@@ -216,6 +217,11 @@ class Cluster:
     @property
     def address(self) -> str:
         return self.addresses[0]
+
+    @property
+    def base_url(self) -> str:
+        """Of OpenAI's API at the first coordinator."""
+        return f"http://127.0.0.1:{self.http_ports[0]}/v1"
 
     @property
     def coordinator(self) -> RoleProcess:
@@ -269,7 +275,8 @@ class Cluster:
         return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2], "--http-port", "-1"]
+        port, http_port = self.addresses[index].rpartition(":")[2], str(self.http_ports[index])
+        args = ["--model", str(self.model), "--port", port, "--http-port", http_port]
         return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
