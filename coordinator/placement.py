@@ -233,7 +233,8 @@ class Placer:
             with self._cluster.trying(member):
                 async with self._cluster.while_member(member):
                     return await self._cluster.nodes.reserve(
-                        address, request, state.num_positions, state.num_positions_now
+                        *(address, request, state.num_positions, state.num_positions_now),
+                        state.accepted.targets.itl_s or 0.0,
                     )
         except OverloadedError as error:
             self._why_refused.append(f"{address}: {error.message}")

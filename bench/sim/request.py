@@ -43,6 +43,7 @@ class CountedSequence:
     block_table: list[BlockId] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_registered_blocks: int = 0
+    itl_target_s: float = 0.0
 
     @property
     def num_uncomputed(self) -> int:
