@@ -20,7 +20,7 @@ from coordinator.work import Work
 T = TypeVar("T")
 
 NUM_BEST = 8
-NUM_CLOSE = 3  # times as many prefill nodes are looked at closely
+NUM_CLOSE = 2  # times as many prefill nodes are looked at closely
 
 # Added to the cost of what shall come after all others. Of two kinds together the greater one decides.
 BUSY_S = 1e6  # no slot, no room
@@ -71,7 +71,9 @@ def _near_prefill(
     for member in members:
         node, num_cached = member.load, cached.get(member.info.instance_id, 0)
         num_uncached = uncached[num_cached]
-        num_tokens = min(node.waiting_tokens, num_uncached * node.num_requests)
+        num_tokens: float = node.waiting_tokens
+        if num_tokens > num_uncached * node.num_requests:
+            num_tokens = num_uncached * node.num_requests
         if num_blocks - num_cached > node.num_free_blocks:
             num_tokens += tokens_lost(node, num_blocks - num_cached, block_tokens)
         cost_s = (num_uncached + num_tokens) * (node.weighted_token_s or usual_s / node.weight)
