@@ -23,8 +23,8 @@ WORDS = st.sampled_from(
     ("", "user", "assistant", "tool", "text", "function", "auto", "required", "json_schema", "json_object", "\x00", "f")
 )
 KEYS = st.sampled_from(
-    ("type", "role", "content", "text", "function", "name", "parameters", "arguments", "id", "call_id", "output", "json",
-     "schema", "json_schema", "tool_calls", "tool_call_id", "strict", "format", "$defs", "include_usage", "regex", "1")
+    ("type", "role", "content", "text", "function", "name", "parameters", "arguments", "id", "call_id", "output",
+     "json", "schema", "json_schema", "tool_calls", "tool_call_id", "strict", "format", "$defs", "regex", "1")
 )  # fmt: skip
 NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
