@@ -101,6 +101,16 @@ class CoordinatorConfig(RoleConfig):
         unit="bytes",
         minimum=0,
     )
+    response_cache_bytes: int = option(
+        0,
+        "bytes of complete answers to requests with temperature 0, given again to the same tenant's same request; 0: "
+        "each is computed",
+        unit="bytes",
+        minimum=0,
+    )
+    response_cache_ttl_s: float = option(
+        300.0, "how long after it was computed such an answer is given", unit="s", minimum=0.1
+    )
     cluster_secret_file: str = option(
         "",
         "file with a secret, the same for all coordinators, that enters the name of every cached block, so that nobody "

@@ -25,10 +25,12 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.nodes import Nodes
 from coordinator.places import Places
 from coordinator.policy_metrics import PolicyMetrics
+from coordinator.prediction_metrics import PredictionMetrics
 from coordinator.prefix_index_metrics import PrefixIndexCollector
 from coordinator.retry_advice import RetryAdvice
 from coordinator.served_models import ServedModel, ServedModels
 from coordinator.service import CLUSTER_SERVICE, SERVICE_NAMES, ClusterService, InferenceService
+from coordinator.tenant_metrics import TenantMetrics
 from coordinator.tenant_policy import TenantPolicies, parse_policies
 from coordinator.tenants import Salts, read_secret
 from coordinator.terms import Terms
@@ -73,6 +75,7 @@ class Coordinator:
         self.peer_tls = peer_tls(config)
         self._nodes = Nodes(self.peer_tls)
         self._metrics = CoordinatorMetrics(registry)
+        self._tenant_metrics, self._prediction_metrics = TenantMetrics(registry), PredictionMetrics(registry)
         self._long_texts = LongTexts()
         self._matchers: list[Matchers] = []
         policies = parse_policies(config.tenants)
@@ -84,7 +87,7 @@ class Coordinator:
         PrefixIndexCollector(registry, [model.cluster.caches for model in self._models])
         self._metrics.watch_circuits(lambda: sum(model.cluster.circuits.num_open for model in self._models))
         salts = Salts(read_secret(config.cluster_secret_file))
-        terms = Terms(config, policies, PolicyMetrics(registry, self._metrics.tenant_label))
+        terms = Terms(config, policies, PolicyMetrics(registry, self._tenant_metrics.label))
         self.door = FrontDoor(config, self._models, self._metrics, instance_id, salts, policies, terms)
         self._inference = InferenceService(self.door, config.default_max_tokens, identify)
         self._vllm_engine = VllmEngineService(self.door, identify, config.model_paths())
@@ -144,12 +147,12 @@ class Coordinator:
             uses_rates=config.placement == "cost",
         )
         cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
-        cluster.foresight.on_came = self._metrics.came
+        cluster.calibration.on_came = self._prediction_metrics.came
         return ServedModel(
             name,
             Text(tokenizer, self._long_texts, self._make_matchers(tokenizer)),
             cluster,
-            _admission(config, policies, self._metrics),
+            _admission(config, policies, self._tenant_metrics),
         )
 
     def _make_matchers(self, tokenizer: Tokenizer) -> Matchers | None:
@@ -185,7 +188,7 @@ def _warn_of_strangers(policies: TenantPolicies) -> None:
         )
 
 
-def _admission(config: CoordinatorConfig, policies: TenantPolicies, metrics: CoordinatorMetrics) -> Admission:
+def _admission(config: CoordinatorConfig, policies: TenantPolicies, metrics: TenantMetrics) -> Admission:
     places = Places(policies, config.max_queue, config.max_queued_tokens, metrics.queued)
     return Admission(places, DeficitRounds(policies.weight), RetryAdvice())
 

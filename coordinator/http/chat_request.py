@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from coordinator.http.errors import FieldError
-from coordinator.http.generation import GenerationFields
-from coordinator.http.messages import chat_messages
+from coordinator.http.generation import ChoicesFields
+from coordinator.http.messages import MESSAGES, chat_messages
 from coordinator.http.refused import CHAT, RefusedFields
 from coordinator.http.tools import ToolUse, tool_use
 from kvrelay.inference import ChatEnd, ChatPrompt
@@ -31,10 +31,10 @@ _TOOL_CHOICE = {
 }
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(ChoicesFields):
     refused: ClassVar[RefusedFields] = CHAT
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], WithJsonSchema(MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs.")
@@ -58,10 +58,7 @@ class ChatRequest(GenerationFields):
 
     def prompt(self, tools: str = "") -> ChatPrompt:
         """`tools` is what the model is told of them. Raises FieldError."""
-        if self.add_special_tokens:
-            raise FieldError(
-                "add_special_tokens is true; a chat template writes the special tokens itself", "add_special_tokens"
-            )
+        check_special_tokens(self.add_special_tokens)
         kwargs = json.dumps(self.chat_template_kwargs) if self.chat_template_kwargs else ""
         end = chat_end(self.add_generation_prompt, self.continue_final_message)
         return ChatPrompt(chat_messages(self.messages), tools, template_kwargs=kwargs, end=end)
@@ -82,6 +79,14 @@ class ChatRequest(GenerationFields):
         if self.top_logprobs:
             raise FieldError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true", "top_logprobs")
         return None
+
+
+def check_special_tokens(are_added: bool | None) -> None:
+    """Of a chat. Raises FieldError."""
+    if are_added:
+        raise FieldError(
+            "add_special_tokens is true; a chat template writes the special tokens itself", "add_special_tokens"
+        )
 
 
 def chat_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> ChatEnd:

@@ -23,7 +23,7 @@ from kvrelay.inference import ChatMessage, ChatPrompt, TokensGenerated
 from kvrelay.sampling import SamplingParams
 from kvrelay.tokenizer_files import tokenizer_files
 from tests.support.client_environment import SCRIPTS, node_environment, python_environment
-from tests.support.cluster import Cluster, free_port, running
+from tests.support.cluster import Cluster, running
 from tests.support.demo import demo_model_path
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
@@ -54,15 +54,14 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     key, line = new_key("acme", "acme-1", frozenset({Scope.INFER}))
     keys = directory / "keys.toml"
     keys.write_text(line)
-    port = free_port()
-    arguments = ["--api-keys-file", str(keys), "--http-port", str(port), "--default-max-tokens", str(MAX_TOKENS)]
+    arguments = ["--api-keys-file", str(keys), "--default-max-tokens", str(MAX_TOKENS)]
     shape = Cluster(demo_model_path(), directory, with_store=False, cluster_ports=True, coordinator_args=arguments)
     with running(shape) as cluster, Client(cluster.address, api_key=key) as client:
         sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
         events = list(client.generate(ChatPrompt((ChatMessage("user", QUESTION),)), sampling))
         tokens = [event for event in events if isinstance(event, TokensGenerated)]
         yield Door(
-            url=f"http://127.0.0.1:{port}",
+            url=f"http://127.0.0.1:{cluster.http_ports[0]}",
             key=key,
             model=client.get_model().name,
             text="".join(event.text for event in tokens),

@@ -62,7 +62,7 @@ ROWS = [
     row("empty text", "the prompt is empty", top={"text": ""}),
     row("empty token ids", "the prompt is empty", top=ids()),
     row("empty chat", "chat has no messages", top=chat()),
-    row("unknown role", "role 'tool'; allowed are system, user, assistant", top=chat(("user", "a"), ("tool", "b"))),
+    row("unknown role", "role 'robot'; allowed are system, developer, user", top=chat(("user", "a"), ("robot", "b"))),
     row("empty role", "message 0 has the role ''", top=chat(("", "a"))),
     row("prompt longer than the model", "has 1024 tokens; bytes takes 1024", TOO_LONG, top={"text": "x" * 1024}),
     row(

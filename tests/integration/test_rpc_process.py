@@ -92,6 +92,14 @@ async def holding(address: str) -> AsyncIterator[Replies[bytes]]:
         yield replies
 
 
+async def test_a_port_that_other_machines_reach_in_the_clear_is_warned_of() -> None:
+    async with fake_role("--host", "0.0.0.0") as wide, fake_role() as narrow:
+        assert "WARNING" in await wide.saw("open to other machines without TLS")
+        await narrow.ready_address()
+        narrow.terminate()
+        assert "open to other machines" not in await narrow.rest()
+
+
 async def test_it_says_ready_serves_health_and_exits_cleanly_on_sigterm() -> None:
     async with fake_role() as running:
         address = await running.ready_address()

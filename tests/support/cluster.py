@@ -28,6 +28,7 @@ from tests.support.warm_process import WarmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0  # two cores may be shared by much else
+MAX_TRIED_PORTS = 2_000
 STOP_TIMEOUT_S = 90.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
@@ -52,12 +53,12 @@ BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ct
 def free_port() -> int:
     """A port nobody listens on now, for a role that must come back on the same one. It is none that the system gives to
     outgoing connections, which might have it when the role starts, and none that this process or another worker of
-    these tests was given for a role that is yet to start."""
-    for port in _PORTS:
+    these tests was given for a role that is yet to start. Raises RuntimeError when none can be listened on."""
+    for port in itertools.islice(_PORTS, MAX_TRIED_PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("there is always another port")
+    raise RuntimeError(f"none of {MAX_TRIED_PORTS} ports in turn can be listened on")
 
 
 def _ports() -> Iterator[int]:
@@ -208,6 +209,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.store_port = free_port()
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(self.num_coordinators)]
+        self.http_ports = [free_port() for _ in range(self.num_coordinators)]
         self.joined = [f"127.0.0.1:{free_port()}" for _ in self.addresses] if self.cluster_ports else self.addresses
         self.coordinators = [self._coordinator(index) for index in range(self.num_coordinators)]
         self.prefill: list[RoleProcess] = []
@@ -217,6 +219,11 @@ class Cluster:
     @property
     def address(self) -> str:
         return self.addresses[0]
+
+    @property
+    def base_url(self) -> str:
+        """Of OpenAI's API at the first coordinator."""
+        return f"http://127.0.0.1:{self.http_ports[0]}/v1"
 
     @property
     def coordinator(self) -> RoleProcess:
@@ -270,7 +277,8 @@ class Cluster:
         return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2], "--http-port", "-1"]
+        port, http_port = self.addresses[index].rpartition(":")[2], str(self.http_ports[index])
+        args = ["--model", str(self.model), "--port", port, "--http-port", http_port]
         if self.cluster_ports:
             args += ["--cluster-port", self.joined[index].rpartition(":")[2]]
         return self._role("coordinator", index, [*args, *self.coordinator_args])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from kvrelay.engine.batch import Batch, ScheduledRow
@@ -19,7 +20,11 @@ class ReferenceEngine:
     def __init__(self, model: Path, num_blocks: int = 64) -> None:
         self._engine: LoadedEngine = load_engine(model, dtype="float32", num_blocks=num_blocks, threads=1)
         self._num_blocks = num_blocks
-        self._grammars = Grammars(load_tokenizer(model), self._engine.info.eos_token_ids)
+        self._model = model
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(load_tokenizer(self._model), self._engine.info.eos_token_ids)
 
     def answer(self, request: NodeRequest) -> list[int]:
         """`sampling.max_tokens` token ids, also past an end-of-sequence unless the answer is held to something."""
