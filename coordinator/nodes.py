@@ -42,12 +42,14 @@ class Nodes:
         return clients[channel]
 
     async def reserve(
-        self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0
+        self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0, itl_target_s: float = 0.0
     ) -> ReservationGranted:
         """As DecodeClient.reserve. Cancelled meanwhile, a grant that still comes is given back at once."""
         client = self.decode(address)
         call = asyncio.ensure_future(
-            client.reserve(request, num_tokens, timeout_s=RESERVE_TIMEOUT_S, num_tokens_now=num_tokens_now)
+            client.reserve(
+                *(request, num_tokens, RESERVE_TIMEOUT_S), num_tokens_now=num_tokens_now, itl_target_s=itl_target_s
+            )
         )
         try:
             return await asyncio.shield(call)

@@ -19,16 +19,26 @@ SHORT_SHARE = (
 class WaitingPrompts:
     """Uncomputed tokens of each prompt on one node, oldest first."""
 
-    __slots__ = ("_oldest", "_sorted", "_sums")
+    __slots__ = ("_answered", "_oldest", "_sorted", "_sums")
 
     def __init__(self, num_tokens: Sequence[float]) -> None:
         self._oldest = num_tokens[0] if num_tokens else 0.0
         self._sorted = sorted(num_tokens)
         self._sums = list(accumulate(self._sorted, initial=0.0))
+        self._answered = (
+            (0.0, 0, 0),
+            0.0,
+        )  # what `before` was asked last, and said: each node is looked at several times
 
     def before(self, num_tokens: float, step_tokens: int, max_prefills: int) -> float:
         """Tokens that are computed before the last of `num_tokens` new ones, besides them, where a step has at most
         `step_tokens` and there are `max_prefills` places, and as many for short prompts."""
+        asked = (num_tokens, step_tokens, max_prefills)
+        if self._answered[0] != asked:
+            self._answered = asked, self._before(*asked)
+        return self._answered[1]
+
+    def _before(self, num_tokens: float, step_tokens: int, max_prefills: int) -> float:
         total = self._sums[-1]
         num_first = max(bisect_right(self._sorted, num_tokens), self._num_first(num_tokens, step_tokens, max_prefills))
         ahead, own = self._with_oldest(self._sums[num_first], num_tokens)

@@ -250,7 +250,7 @@ class DecodeCore:
         if batch.rows:
             self._scheduler.stepped(len(batch.rows), batch.num_tokens, step_s)
         self._rates.stepped(len(batch.rows), batch.num_tokens, step_s)
-        self._scheduler.size.prompt_token_s = self._rates.prompt_token_s
+        self._scheduler.size.measured(self._rates.prompt_token_s, self._rates.rows_s(len(batch.rows)))
         self._publish()
         self._stalled = not (batch.rows or plan.preempted)
         preempted, to_load = self._told_of(plan)

@@ -103,8 +103,11 @@ class DecodeNode:
         """Begins to watch the engine: should it die, every request fails at once."""
         self._watch = asyncio.create_task(self._watch_engine())
 
-    async def reserve(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> ReservationGranted:
-        """Sets blocks aside for `num_tokens_now` of `num_tokens`, or (0) for as many of them as the limits say.
+    async def reserve(
+        self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0, itl_target_s: float = 0.0
+    ) -> ReservationGranted:
+        """Sets blocks aside for `num_tokens_now` of `num_tokens`, or (0) for as many of them as the limits say. Prompts
+        beside the answer leave it a token every `itl_target_s` (0: as the node's own target says).
 
         Raises InvalidRequestError and its kin for what is wrong, NeverFitsError for what is too large for this node,
         OverloadedError for what does not fit now, UnavailableError while the node drains or is stuck.
@@ -113,6 +116,7 @@ class DecodeNode:
         check_request(request, num_tokens, self.info, num_tokens_now)
         check_fits(self.info.layout.blocks_for(num_tokens), self._load().blocks.total)
         sequence = await self._sequence(request)
+        sequence.itl_target_s = itl_target_s
         self._check_taken()
         reservation_id = ReservationId(uuid.uuid4().hex)
         reserved = await self._set_aside(
@@ -129,8 +133,10 @@ class DecodeNode:
         prompt. Raises NotFoundError if they are not committed and here, OverloadedError if there is no room.
         """
         self._check_ready()
-        request = fork_request(self.reservations.get(reservation_id).sequence.request, index)
+        parent = self.reservations.get(reservation_id).sequence
+        request = fork_request(parent.request, index)
         sequence, fork_id = await self._sequence(request), ReservationId(uuid.uuid4().hex)
+        sequence.itl_target_s = parent.itl_target_s
         self._check_taken()
         num_tokens = min(request.num_prompt_tokens + (request.sampling.max_tokens or 0), self.info.max_model_len)
         num_blocks = self._num_blocks(request, num_tokens)

@@ -46,7 +46,7 @@ def lock(directory: Path, host: str) -> Locks:
         _keys_file(directory).write_text(line + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
-    return Locks(directory.resolve(), key)
+    return Locks(directory, key)
 
 
 def _keys_file(directory: Path) -> Path:

@@ -89,11 +89,14 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
     given = models_of(options)
     check_shape(options, len(given))
     data_dir: Path = options.data_dir or cache_directory() / f"up-{options.port_base}"
-    locks = lock(data_dir / "locks", options.host) if options.secure else None
-    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir, locks)
+    key_directory = data_dir.resolve() / "locks"
+    unmade = Locks(key_directory, api_key="") if options.secure else None
+    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir, unmade)
     check_settings(draft)
     check_ports(draft)
     models = {name: find_model(path, say) for name, path in given.items()}
+    # Not before the ports are known to be free: a cluster that has them has these files, too.
+    locks = lock(key_directory, options.host) if options.secure else None
     roles = plan(options, models, data_dir, locks)
     try:
         (data_dir / "logs").mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from coordinator.http.errors import ClientLeftError, NoMethodError, NoRouteError
 from coordinator.http.generate import Generating
 from coordinator.http.health import Health
 from coordinator.http.model_routes import Models
+from coordinator.http.openapi import openapi
 from coordinator.http.request_id import RequestIds
 from coordinator.http.tokens import Tokenizing
 from kvrelay.errors import KVRelayError
@@ -39,6 +40,7 @@ def make_app(door: FrontDoor, readiness: Readiness, authenticator: Authenticator
         Route("/v1/models/{name:path}", models.one),
         Route("/tokenize", tokenizing.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizing.detokenize, methods=["POST"]),
+        Route("/openapi.json", openapi),
         Route("/health", health.ready),
         Route("/ready", health.ready),
         Route("/live", health.live),

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from coordinator.http.errors import FieldError
 from coordinator.http.generation import ChoicesFields
-from coordinator.http.messages import chat_messages
+from coordinator.http.messages import MESSAGES, chat_messages
 from coordinator.http.refused import CHAT, RefusedFields
 from coordinator.http.tools import ToolUse, tool_use
 from kvrelay.inference import ChatEnd, ChatPrompt
@@ -34,7 +34,7 @@ _TOOL_CHOICE = {
 class ChatRequest(ChoicesFields):
     refused: ClassVar[RefusedFields] = CHAT
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], WithJsonSchema(MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs.")

@@ -29,6 +29,7 @@ class Sequence:
     block_hashes: list[BlockHash]  # one for each full block of token_ids
     num_computed_tokens: int = 0
     num_registered_blocks: int = 0  # leading blocks whose hash the pool has been told
+    itl_target_s: float = 0.0  # that may pass between two of its tokens; 0: no matter how long
     matcher: Matcher | None = None  # of what the answer is held to; has taken every output token
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ SERVICES = (
 METHODS = {f"/{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 OUR_FAULTS = (KVRelayError.code, DeadlineError.code)
 STREAMS = frozenset(name for name, method in METHODS.items() if method.client_streaming)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_EVENTS = 5  # read of an answer before it is left
 MAX_GROWTH_BYTES = 100 * 2**20
 SAME_EACH_TIME = settings(
@@ -100,6 +102,15 @@ def target() -> Iterator[Target]:
 @given(method=st.sampled_from(sorted(METHODS)), parts=st.lists(st.binary(max_size=200), min_size=1, max_size=3))
 def test_bytes_that_are_nothing(target: Target, method: str, parts: list[bytes]) -> None:
     assert target.send(method, *(parts if method in STREAMS else parts[:1])) not in OUR_FAULTS
+
+
+@SAME_EACH_TIME
+@given(sent=st.binary(max_size=300), greets=st.booleans())
+def test_bytes_that_are_no_http2(target: Target, sent: bytes, greets: bool) -> None:
+    """With its preface and without; how the server ends the connection is its own affair."""
+    port = int(target.cluster.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+        connection.sendall((HTTP2_PREFACE if greets else b"") + sent)
 
 
 @SAME_EACH_TIME

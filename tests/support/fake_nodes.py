@@ -224,6 +224,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         self.num_cached_blocks = 0
         self.reservations: dict[ReservationId, Reservation] = {}
         self.max_reserved = 0  # most blocks ever reserved at once
+        self.itl_targets_s: list[float] = []  # of each request that asked for room
         self._numbers = itertools.count(1)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -252,7 +253,8 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
+        node_request, num_tokens, num_tokens_now, itl_target_s = convert_decode.reserve_request_from_pb(request)
+        self.itl_targets_s.append(itl_target_s)
         await self._reach("reserve")
         num_blocks = self.model.layout.blocks_for(num_tokens_now or num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:
