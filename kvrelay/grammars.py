@@ -36,8 +36,8 @@ _LIMITS = LLParserLimits(
 class Grammars:
     """May be used by several threads at once; what compiles leaves the interpreter to the others.
 
-    A text that nobody vouches for needs a thread with the stack that `Matchers` gives its own: each rule of a chain takes
-    a frame of it.
+    A text that nobody vouches for needs a thread with the stack that `Matchers` gives its own: each rule of a chain
+    takes a frame of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], *, num_kept: int = NUM_KEPT) -> None:
