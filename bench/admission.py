@@ -152,7 +152,7 @@ class Simulation:
         if not ticket.trying:
             return  # it gave up
         if num_tokens > self._free_tokens:
-            self._admission.refused(ticket)
+            self._admission.refused(ticket, self.now)
             return
         self._free_tokens -= num_tokens
         results = self.results[load.name]

@@ -180,7 +180,7 @@ class Simulation:
     def _try(self, number: int) -> None:
         ticket, request, asked_at, predicted_s = self._waiting[number]
         if request.num_tokens > self._free_tokens or self._num_prefills >= MAX_PREFILLS:
-            self._admission.refused(ticket)
+            self._admission.refused(ticket, self.now)
             return
         del self._waiting[number]
         self._free_tokens -= request.num_tokens

@@ -40,7 +40,6 @@ class Admission:
         self._num_trying = 0
         self._num_changes = 0
         self._pace = AdmittedPace()
-        self._now = 0.0  # the latest time told
 
     @property
     def num_waiting(self) -> int:
@@ -98,14 +97,13 @@ class Admission:
         had."""
         self._take(tenant, num_places, num_tokens, now)
 
-    def give_back(self, tenant: str, num_places: int, num_tokens: int) -> None:
+    def give_back(self, tenant: str, num_places: int, num_tokens: int, now: float) -> None:
         """As many kept places are needed no more: their answers enter now, or never."""
         self._places.give_back(tenant, num_places, num_tokens)
-        self._note_places(tenant, self._now)
+        self._note_places(tenant, now)
 
     def enter(self, may_try: Callable[[], None], demand: Demand, now: float) -> Ticket:
         """Queues with its tenant's others, whether or not there is room."""
-        self._now = now
         ticket = Ticket(may_try, demand, now)
         self._take(demand.tenant, 1, demand.num_tokens, now)
         self._queues[demand.tenant].add(ticket)
@@ -119,7 +117,6 @@ class Admission:
     ) -> Ticket:
         """Goes first: a request that was admitted before (its demand of tokens is 0, it has paid), or one more answer
         of one. `refused`: it was just refused, so it waits for a change first."""
-        self._now = now
         ticket = Ticket(may_try, demand, now, refused_at=self._num_changes if refused else None)
         self._take(demand.tenant, 1, demand.num_tokens, now)
         self._rounds.charge(demand.tenant, demand.num_tokens)
@@ -128,12 +125,12 @@ class Admission:
         self._call_next()
         return ticket
 
-    def refused(self, ticket: Ticket) -> None:
+    def refused(self, ticket: Ticket, now: float) -> None:
         """No node had room; the ticket keeps its place and tries again after a change."""
         self._stop_trying(ticket)
         ticket.refused_at = ticket.tried_at
-        self._pace.begin(self._now)
-        self._advice.lack_room(self._now)
+        self._pace.begin(now)
+        self._advice.lack_room(now)
         self._call_next()
 
     def admitted(self, ticket: Ticket, now: float) -> None:
@@ -167,7 +164,6 @@ class Admission:
         self._call_next()
 
     def _note_end(self, now: float) -> None:
-        self._now = now
         if not self.num_waiting:
             self._pace.end(now)
             self._advice.have_room(now)

@@ -23,10 +23,9 @@ class Answer:
     ) -> None:
         assert sampling.max_tokens is not None
         self._index = index
-        self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
-        eos = () if sampling.ignore_eos else eos_token_ids
-        self._ending_ids = frozenset(eos) | frozenset(sampling.stop_token_ids)
+        self._sampling = sampling
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer, sampling.stop)
         self.token_ids: list[int] = []
         self.reason: FinishReason | None = None
@@ -69,11 +68,10 @@ class Answer:
     def _add(self, token_id: int) -> str:
         self.token_ids.append(token_id)
         num_tokens = len(self.token_ids)
-        may_end = num_tokens >= self._min_tokens
-        if may_end and token_id in self._ending_ids:
+        if self._sampling.ends_answer(token_id, num_tokens, self._eos_token_ids):
             self.reason = FinishReason.STOP  # counted, but its text is not shown
             return ""
-        text = self._detokenizer.push(token_id, may_stop=may_end)
+        text = self._detokenizer.push(token_id, may_stop=num_tokens >= self._sampling.min_tokens)
         if self._detokenizer.stopped:
             self.reason = FinishReason.STOP
         elif num_tokens >= self._max_tokens:

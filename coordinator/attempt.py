@@ -162,6 +162,7 @@ class Attempt:
                 return await self._prefill_on(member, hashes, placement, number)
             except OverloadedError:
                 busy.add(member.info.instance_id)
+                self._cluster.refused(member, hashes)
             except AlreadyCommittedError:
                 account.cached, account.prefill_node = noted
                 return None
@@ -198,11 +199,15 @@ class Attempt:
             num_blocks = self._cluster.cached(member.info.role, hashes).get(member.info.instance_id, 0)
             num_cached = num_blocks * self._state.accepted.model.layout.block_tokens
             self._cluster.assigned(member, hashes, max(1, self._state.num_tokens - num_cached))
+        num_stored = self._cluster.stored.num_blocks(hashes)
         link = self._cluster.trying(member, placement.decode) if placement else nullcontext()
         with self._cluster.trying(member), link:
-            return await self._read_prefill(member, placement, number)
+            return await self._read_prefill(member, placement, number, num_stored)
 
-    async def _read_prefill(self, member: Member, placement: Placement | None, number: int) -> PrefillFinished:
+    async def _read_prefill(
+        self, member: Member, placement: Placement | None, number: int, num_stored: int
+    ) -> PrefillFinished:
+        """`num_stored` are the leading blocks that the store may have."""
         target = _target(placement, number) if placement else None
         client, limit_s = self._cluster.nodes.prefill(member.info.address), self._limits.request_timeout_s
         async with (
@@ -212,6 +217,7 @@ class Attempt:
             async for event in events:
                 if isinstance(event, PrefillStarted):
                     self._state.note_started(member.info.address, event.cached)
+                    self._note_loaded(num_stored, event.cached)
                 else:
                     self._state.note_prefill(member.info.address, event)
                     self._cluster.succeeded(member)
@@ -219,6 +225,12 @@ class Attempt:
                         self._cluster.succeeded(member, placement.decode)
                     return event
         raise UnavailableError(f"prefill node {member.info.address} ended its stream before the prompt was computed")
+
+    def _note_loaded(self, num_stored: int, cached: CachedTokens) -> None:
+        accepted, block_tokens = self._state.accepted, self._state.accepted.model.layout.block_tokens
+        num_reusable = min(num_stored, (self._state.num_tokens - 1) // block_tokens) * block_tokens
+        num_expected = max(0, num_reusable - cached.device)
+        self._cluster.stored.loaded(accepted.tenant, num_expected, cached.memory + cached.disk)
 
     def _wanted_node(self, wanted: Member | None, decode: Member | None) -> Member | None:
         """The prefill node that the placement was made with, which took a place there, if it may still go there."""
@@ -255,15 +267,15 @@ class Attempt:
         self._send(self._state.answer.add(tokens))
 
     def _came_first(self) -> None:
-        """The first token, against what was foretold: a retried attempt would tell of failures."""
-        self._first_at, foretold = time.monotonic(), self._state.foretold
-        if foretold is not None and not self._state.account.num_retries:
-            self._cluster.foresight.first_token(foretold, self._first_at)
+        """The first token, against what was forecast: a retried attempt would tell of failures."""
+        self._first_at, placed = time.monotonic(), self._state.placed_forecast
+        if placed is not None and not self._state.account.num_retries:
+            self._cluster.calibration.first_token(placed, self._first_at)
 
     def _came_last(self) -> None:
-        foretold, num_gaps = self._state.foretold, len(self._state.answer.token_ids) - 1
-        if foretold is not None and not self._state.account.num_retries and num_gaps > 0:
-            self._cluster.foresight.ended(foretold, (time.monotonic() - self._first_at) / num_gaps)
+        placed, num_gaps = self._state.placed_forecast, len(self._state.answer.token_ids) - 1
+        if placed is not None and not self._state.account.num_retries and num_gaps > 0:
+            self._cluster.calibration.ended(placed, (time.monotonic() - self._first_at) / num_gaps)
 
     def _send(self, generated: TokensGenerated) -> None:
         if generated.tokens or generated.text:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.cluster import Cluster
-from coordinator.forecast import Work
 from coordinator.members import Member
 from coordinator.pair_cost import PairCosts
 from coordinator.request import RequestState
+from coordinator.work import Work
 from kvrelay.types import Role
 
 
@@ -21,6 +21,7 @@ def costs_of(
 ) -> PairCosts:
     """Of the pairs of nodes for the request as it stands; the arguments are PairCosts'."""
     layout, hashes = state.accepted.model.layout, state.hashes()
+    chance = cluster.stored.chance(state.accepted.tenant)
     work = Work(
         num_tokens=state.num_tokens,
         num_positions=state.num_positions,
@@ -28,6 +29,8 @@ def costs_of(
         block_bytes=layout.slab_bytes,
         cached_prefill=cluster.cached(Role.PREFILL_NODE, hashes),
         cached_decode=cluster.cached(Role.DECODE_NODE, hashes),
+        num_stored=cluster.stored.num_blocks(hashes) if chance else 0,
+        stored_chance=chance,
     )
     return PairCosts(
         cluster.members.usable(Role.PREFILL_NODE),
@@ -37,7 +40,7 @@ def costs_of(
         avoid=state.avoid,
         num_blocks_now=num_blocks_now,
         local_tail_tokens=local_tail_tokens,
-        foresight=cluster.foresight,
+        calibration=cluster.calibration,
     )
 
 

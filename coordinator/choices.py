@@ -103,7 +103,8 @@ class Choices:
 
     def _give_back(self, num_places: int) -> None:
         self._num_kept -= num_places
-        self._admission.give_back(self._tenant, num_places, num_places * self._tokens_each)
+        now = asyncio.get_running_loop().time()
+        self._admission.give_back(self._tenant, num_places, num_places * self._tokens_each, now)
 
 
 def account_of(finished: Sequence[RequestFinished]) -> RequestFinished:

@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+from coordinator.calibration import Calibration
 from coordinator.circuits import Circuits, Party, answers
-from coordinator.foresight import Foresight
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.prefix_index import MAX_BLOCKS, PrefixIndex
 from coordinator.presence import Presence
+from coordinator.stored_prefixes import StoredPrefixes
 from kvrelay.cluster import CacheEvents, NodeInfo, NodeStatus
 from kvrelay.errors import InvalidRequestError, KVRelayError, StaleError, UnavailableError
 from kvrelay.types import BlockHash, InstanceId, Role
@@ -38,8 +39,9 @@ class Cluster:
         self._on_change = on_change
         self.circuits = Circuits()
         self.presence = Presence()
-        self.caches = {role: PrefixIndex(max_indexed_blocks) for role in COMPUTING_ROLES}
-        self.foresight = Foresight()
+        self.stored = StoredPrefixes(self._is_held, max_indexed_blocks)
+        self.caches = {role: PrefixIndex(max_indexed_blocks, self.stored.given_up) for role in COMPUTING_ROLES}
+        self.calibration = Calibration()
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._ends_streams = False
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +115,10 @@ class Cluster:
         member.assign(num_tokens)
         self.caches[member.info.role].assigned(member.info.instance_id, hashes, self._now())
 
+    def refused(self, member: Member, hashes: Sequence[BlockHash]) -> None:
+        """It did not take a request that was assigned to it."""
+        self.caches[member.info.role].refused(member.info.instance_id, hashes)
+
     @contextmanager
     def trying(self, *members: Member) -> Iterator[None]:
         """A request goes to this node, or by the link between these two. One that is cancelled in the body, or refused
@@ -172,6 +178,9 @@ class Cluster:
             if timer is not None:
                 timer.cancel()
         self._timer = self._second_look = None
+
+    def _is_held(self, key: int) -> bool:
+        return any(cache.is_held(key) for cache in self.caches.values())
 
     def _on_second_look(self) -> None:
         self._second_look = None

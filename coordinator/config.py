@@ -9,8 +9,10 @@ from coordinator.model_list import add_model, parse_models
 from coordinator.prefix_index import MAX_BLOCKS
 from coordinator.prompt_limits import PromptLimits, parse_tokens_by_model
 from coordinator.tenant_policy import parse_policies
-from kvrelay.config import MAX_PORT, RoleConfig, option
+from kvrelay.address import MAX_PORT
 from kvrelay.errors import ConfigError
+from kvrelay.option import option
+from kvrelay.role_config import RoleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class CoordinatorConfig(RoleConfig):
     placement: str = option(
         "cost",
         "where requests go: cost is to the nodes where they cost least time, by what nodes measure; load is to those "
-        "with least to do, less what they have cached, and nothing is predicted",
+        "with least to do, less what they have cached, and what nodes take is not predicted",
         choices=("cost", "load"),
     )
     local_tail_tokens: int = option(
@@ -99,6 +101,16 @@ class CoordinatorConfig(RoleConfig):
         unit="bytes",
         minimum=0,
     )
+    response_cache_bytes: int = option(
+        0,
+        "bytes of complete answers to requests with temperature 0, given again to the same tenant's same request; 0: "
+        "each is computed",
+        unit="bytes",
+        minimum=0,
+    )
+    response_cache_ttl_s: float = option(
+        300.0, "how long after it was computed such an answer is given", unit="s", minimum=0.1
+    )
     cluster_secret_file: str = option(
         "",
         "file with a secret, the same for all coordinators, that enters the name of every cached block, so that nobody "
@@ -112,6 +124,10 @@ class CoordinatorConfig(RoleConfig):
         minimum=-1,
         maximum=MAX_PORT,
     )
+    tls_cert: str = option(
+        "", "certificate of the clients' ports, gRPC and HTTP, with tls_key: TLS there; none: in the clear", unit="file"
+    )
+    tls_key: str = option("", "the key of tls_cert", unit="file")
     api_keys_file: str = option(
         "",
         "file of API keys as `kvrelay keys new` writes them, read anew when it changes; with it no call is answered "
@@ -160,6 +176,12 @@ class CoordinatorConfig(RoleConfig):
             raise ConfigError(
                 "cluster_port is missing: with api_keys_file or jwks_file every call at port is checked, and nodes, "
                 "which have no keys, join by a port of their own"
+            )
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key belong together, and one of them is missing")
+        if self.peer_ca and self.cluster_port < 0:
+            raise ConfigError(
+                "cluster_port is missing: with peer_ca nodes show certificates, which clients at port have none of"
             )
         policies = parse_policies(self.tenants)
         policies.check_within(self.max_queue, self.max_queue_wait_s)

@@ -47,7 +47,7 @@ class EvenedRates:
     def _usual(self, name: str) -> float:
         """The median of a few that measured it: of the two in the middle what is between them by factor. 0 without."""
         known = (getattr(rates, name) for rates in self._told.values())
-        few = sorted(islice((value for value in known if value > 0), NUM_ASKED))
+        few = sorted(islice((value for value in known if 0 < value < math.inf), NUM_ASKED))
         return math.sqrt(few[(len(few) - 1) // 2] * few[len(few) // 2]) if few else 0.0
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from coordinator.answer import Answer
 from coordinator.choices import Choices
 from coordinator.config import CoordinatorConfig
+from coordinator.event_log import EventLog
 from coordinator.explain import EndedRequests
 from coordinator.fit import Capacity, check_capacity, settle_max_tokens
 from coordinator.flow import Flow
@@ -24,6 +25,7 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.open_answers import OpenAnswers
 from coordinator.placement import Limits
 from coordinator.request import AcceptedRequest, RequestState
+from coordinator.response_cache import CachedAnswer, ResponseCache
 from coordinator.running import RunningRequest
 from coordinator.served_models import ServedModel, ServedModels
 from coordinator.tenant_policy import TenantPolicies
@@ -43,7 +45,7 @@ from kvrelay.rpc.convert_types import check_request_id
 from kvrelay.sampling import SamplingParams, fork_seed
 from kvrelay.types import InstanceId, RequestId, Role
 
-Answering = RunningRequest | Reader  # what a client's call reads, and tells when it ends
+Answering = RunningRequest | Reader | CachedAnswer  # what a client's call reads, and tells when it ends
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class FrontDoor:
         self._kept = KeptAnswers(config.max_kept_bytes, _call_later, metrics.attached)
         self._ended_lately = EndedRequests()
         metrics.watch_kept(lambda: self._kept.num_bytes)
+        self._responses = ResponseCache(config.response_cache_bytes, config.response_cache_ttl_s, time.monotonic)
+        metrics.watch_responses(lambda: self._responses.num_bytes)
         self._open_answers = OpenAnswers(policies)
         self._draining = False
 
@@ -123,8 +127,12 @@ class FrontDoor:
         self._terms.check(request, scope.tenant)
         self._check_open(request, served, caller)
         model = served.info
+        response_key = self._responses.key(replace(request, model=served.name), tenant, model)
+        if response_key is not None and (cached := self._cached(response_key, request_id, scope.tenant)) is not None:
+            return cached
         request.sampling.validate(model.vocab_size)
-        _check_structured(request.sampling)
+        if request.sampling.structured is not None:
+            await served.text.check_structured(request.sampling.structured)
         prompt_ids = await served.text.prompt_ids(request.prompt, model.vocab_size, model.max_model_len)
         # A drain may have begun meanwhile, and counts on the requests it found.
         self._check_open(request, served, caller)
@@ -135,7 +143,18 @@ class FrontDoor:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; choose another id")
         accepted = AcceptedRequest(request_id, request_id, prompt_ids, sampling, model, scope)
         accepted = self._terms.settle(accepted, request)
-        return self._start(served, self._choices_of(accepted, request.n), request, caller)
+        return self._start(served, self._choices_of(accepted, request.n), request, caller, response_key)
+
+    def _cached(self, key: bytes, request_id: RequestId, tenant: str) -> CachedAnswer | None:
+        """Costs the tenant what the original did: it is told the same usage."""
+        log = None if request_id in self._running else self._responses.find(key)
+        self._metrics.looked_for_response(found=log is not None)
+        if log is None:
+            return None
+        cached = CachedAnswer(request_id, log, time.monotonic)
+        usage = cached.finished.usage
+        self._terms.spend(tenant, usage.prompt_tokens + usage.completion_tokens)
+        return cached
 
     def cancel(self, request_id: str, tenant: Tenant) -> None:
         """Ends a request of the tenant's, or forgets its answer where it is kept. Raises NotFoundError without one."""
@@ -215,10 +234,16 @@ class FrontDoor:
         return choices
 
     def _start(
-        self, served: ServedModel, accepted: list[AcceptedRequest], request: GenerateRequest, caller: Identity
+        self,
+        served: ServedModel,
+        accepted: list[AcceptedRequest],
+        request: GenerateRequest,
+        caller: Identity,
+        response_key: bytes | None,
     ) -> Answering:
         sampling, tenant = accepted[0].sampling, accepted[0].tenant
-        log = self._kept.make_log(request, sampling) if request.keep_s else None
+        kept = self._kept.make_log(request, sampling) if request.keep_s else None
+        log = EventLog() if response_key is not None else kept
         running = RunningRequest(accepted[0], self._metrics, len(accepted), log)
         flows = [self._flow(served, running, index, choice) for index, choice in enumerate(accepted)]
         self._terms.admit(flows, request.request_id, self._now())
@@ -228,7 +253,9 @@ class FrontDoor:
         self._open_answers.began(caller, request.n)
         running.start(choices, self._terms.tally(flows[0].state.accepted), self._config.request_timeout_s)
         running.task.add_done_callback(lambda _: self._ended(served, running, caller, request.n))
-        return running if log is None else self._kept.add(request, sampling, tenant, log, running.cancel)
+        if response_key is not None and log is not None:
+            running.task.add_done_callback(lambda _: self._responses.add(response_key, log))
+        return running if kept is None else self._kept.add(request, sampling, tenant, kept, running.cancel)
 
     def _flow(self, served: ServedModel, running: RunningRequest, index: int, accepted: AcceptedRequest) -> Flow:
         answer = Answer(served.text.tokenizer, accepted.sampling, accepted.model.eos_token_ids, index)
@@ -262,11 +289,6 @@ class FrontDoor:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _check_structured(sampling: SamplingParams) -> None:
-    if sampling.structured is not None:
-        raise InvalidRequestError(f"structured output ({sampling.structured.kind}) is not served yet; leave it out")
 
 
 def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:

@@ -12,31 +12,6 @@ from kvrelay.inference import RequestFinished
 from kvrelay.metrics import LATENCY_BUCKETS
 from kvrelay.types import FinishReason, Role
 
-MAX_TENANT_LABELS = 50
-OTHER_TENANTS = "other"
-_ERRORS_S = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    30.0,
-)
-ERROR_BUCKETS = (*(-error_s for error_s in reversed(_ERRORS_S)), 0.0, *_ERRORS_S)
-RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _WAITING = (Stage.QUEUED, Stage.RESERVING)
 _RUNNING = (Stage.PREFILLING, Stage.DECODING)
 
@@ -45,8 +20,8 @@ class CoordinatorMetrics:
     """Edges, gauges and successes count answers, of which a request may have several; all else counts requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
-            return Histogram(name, text, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, buckets=LATENCY_BUCKETS, registry=registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -75,41 +50,18 @@ class CoordinatorMetrics:
             "Requests sent again that went on with one that ran or was kept; counted nowhere else.",
         )
         self._kept_bytes = gauge("kvrelay_kept_bytes", "Of answers that may be read again, those that grow included.")
-        self._open_circuits = Gauge(
-            "kvrelay_circuits_open",
-            "Nodes and links between two that failed lately and are asked last.",
-            registry=registry,
+        self._responses = counter(
+            "kvrelay_response_cache_lookups_total",
+            "Greedy requests looked for among answers that are there; a hit is counted nowhere else.",
+            "outcome",
+        )
+        self._response_bytes = gauge("kvrelay_response_cache_bytes", "Of answers that may be given again.")
+        self._open_circuits = gauge(
+            "kvrelay_circuits_open", "Nodes and links between two that failed lately and are asked last."
         )
         self._usable_nodes = gauge("kvrelay_usable_nodes", "Nodes that take new work.", "model", "role")
-        self._running = Gauge("kvrelay_requests_running", "Answers that nodes compute.", registry=registry)
-        self._waiting = Gauge("kvrelay_requests_waiting", "Answers that wait for room.", registry=registry)
-        self._queued = gauge(
-            "kvrelay_tenant_queued_answers",
-            f"Places in the queue that are taken, by tenant: the first {MAX_TENANT_LABELS} by name, the rest as other.",
-            "tenant",
-        )
-        self._queued_tokens = gauge(
-            "kvrelay_tenant_queued_tokens", "Tokens that those want, of prompts and max_tokens.", "tenant"
-        )
-        self._tenant_labels: set[str] = set()
-        self._errors_s = Histogram(
-            "kvrelay_prediction_error_seconds",
-            "What came less what was foretold when the request was placed, of ttft: until the first token, itl: "
-            "between two of an answer, in the mean.",
-            ["of"],
-            buckets=ERROR_BUCKETS,
-            registry=registry,
-        )
-        self._ratios = Histogram(
-            "kvrelay_prediction_ratio",
-            "As kvrelay_prediction_error_seconds, divided.",
-            ["of"],
-            buckets=RATIO_BUCKETS,
-            registry=registry,
-        )
-        for what in ("ttft", "itl"):
-            self._errors_s.labels(what)
-            self._ratios.labels(what)
+        self._running = gauge("kvrelay_requests_running", "Answers that nodes compute.")
+        self._waiting = gauge("kvrelay_requests_waiting", "Answers that wait for room.")
 
     def watch_circuits(self, num_open: Callable[[], int]) -> None:
         """`num_open` is called by whoever scrapes, on another thread."""
@@ -119,6 +71,13 @@ class CoordinatorMetrics:
         """As watch_circuits."""
         self._kept_bytes.set_function(num_bytes)
 
+    def watch_responses(self, num_bytes: Callable[[], int]) -> None:
+        """As watch_circuits."""
+        self._response_bytes.set_function(num_bytes)
+
+    def looked_for_response(self, *, found: bool) -> None:
+        self._responses.labels("hit" if found else "miss").inc()
+
     def attached(self) -> None:
         self._attached.inc()
 
@@ -126,21 +85,10 @@ class CoordinatorMetrics:
         """Of one of the coordinator's models."""
         self._usable_nodes.labels(model, role.value).set(num_nodes)
 
-    def came(self, what: str, foretold_s: float, came_s: float) -> None:
-        """`what` is "ttft" or "itl"."""
-        self._errors_s.labels(what).observe(came_s - foretold_s)
-        self._ratios.labels(what).observe(came_s / max(foretold_s, 1e-6))
-
     def edge(self, edge: Edge, before: Stage | None, after: Stage) -> None:
         self._edges.labels(edge.value).inc()
         for gauge, stages in ((self._waiting, _WAITING), (self._running, _RUNNING)):
             gauge.inc((after in stages) - (before in stages))
-
-    def queued(self, tenant: str, num_answers: int, num_tokens: int) -> None:
-        """So many more, or fewer, of the tenant's wait."""
-        label = self.tenant_label(tenant)
-        self._queued.labels(label).inc(num_answers)
-        self._queued_tokens.labels(label).inc(num_tokens)
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -165,9 +113,3 @@ class CoordinatorMetrics:
 
     def retried(self, kind: str) -> None:
         self._retries.labels(kind).inc()
-
-    def tenant_label(self, tenant: str) -> str:
-        """A tenant keeps its label: what it adds to a gauge it takes from there again."""
-        if tenant not in self._tenant_labels and len(self._tenant_labels) < MAX_TENANT_LABELS:
-            self._tenant_labels.add(tenant)
-        return tenant if tenant in self._tenant_labels else OTHER_TENANTS

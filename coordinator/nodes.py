@@ -12,7 +12,8 @@ import grpc
 
 from kvrelay.errors import KVRelayError
 from kvrelay.messages import NodeRequest, ReservationGranted
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.connection import Connection
+from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.rpc.nodes import DecodeClient, PrefillClient
 from kvrelay.types import ReservationId
 
@@ -25,26 +26,30 @@ RELEASE_TIMEOUT_S = 5.0
 class Nodes:
     """Typed clients by address."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._decode: dict[str, DecodeClient] = {}
+    def __init__(self, tls: ChannelTLS | None = None) -> None:
+        self._tls = tls
+        self._connections: dict[str, Connection] = {}
+        self._decode: dict[str, dict[grpc.aio.Channel, DecodeClient]] = {}  # more than one where certificates changed
         self._background: set[asyncio.Task[None]] = set()
 
     def prefill(self, address: str) -> PrefillClient:
         return PrefillClient(self._channel(address))
 
     def decode(self, address: str) -> DecodeClient:
-        if address not in self._decode:
-            self._decode[address] = DecodeClient(self._channel(address))
-        return self._decode[address]
+        clients, channel = self._decode.setdefault(address, {}), self._channel(address)
+        if channel not in clients:
+            clients[channel] = DecodeClient(channel)
+        return clients[channel]
 
     async def reserve(
-        self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0
+        self, address: str, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0, itl_target_s: float = 0.0
     ) -> ReservationGranted:
         """As DecodeClient.reserve. Cancelled meanwhile, a grant that still comes is given back at once."""
         client = self.decode(address)
         call = asyncio.ensure_future(
-            client.reserve(request, num_tokens, timeout_s=RESERVE_TIMEOUT_S, num_tokens_now=num_tokens_now)
+            client.reserve(
+                *(request, num_tokens, RESERVE_TIMEOUT_S), num_tokens_now=num_tokens_now, itl_target_s=itl_target_s
+            )
         )
         try:
             return await asyncio.shield(call)
@@ -59,28 +64,27 @@ class Nodes:
     def forget(self, address: str) -> None:
         """The process there is gone, and its answers end; the next one gets a new channel, without the old one's
         reconnect delay."""
-        client = self._decode.pop(address, None)
-        if client is not None:
+        for client in self._decode.pop(address, {}).values():
             client.close()
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            self._run(channel.close())
+        connection = self._connections.pop(address, None)
+        if connection is not None:
+            self._run(connection.close())
 
     async def close(self) -> None:
         """Waits for the releases, then closes every channel."""
         while self._background:
             await asyncio.wait(self._background)
-        for client in self._decode.values():
+        for client in (client for clients in self._decode.values() for client in clients.values()):
             client.close()
         self._decode.clear()
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        for connection in self._connections.values():
+            await connection.close()
+        self._connections.clear()
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address, own_connection=True)
-        return self._channels[address]
+        if address not in self._connections:
+            self._connections[address] = Connection(address, own_connection=True, tls=self._tls)
+        return self._connections[address].channel
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -95,10 +99,10 @@ class Nodes:
         await self._release(address, granted.reservation_id)
 
     async def _release(self, address: str, reservation_id: ReservationId) -> None:
-        channel = self._channels.get(address)
-        if channel is None:
+        connection = self._connections.get(address)
+        if connection is None:
             return  # forgotten meanwhile: a new channel to it would never be closed
         try:
-            await asyncio.wait_for(DecodeClient(channel).release(reservation_id), RELEASE_TIMEOUT_S)
+            await asyncio.wait_for(DecodeClient(connection.channel).release(reservation_id), RELEASE_TIMEOUT_S)
         except (KVRelayError, TimeoutError) as error:
             logger.info("reservation %s on %s was left to its lease: %s", reservation_id, address, error)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import OrderedDict, deque
+from collections import deque
+
+from coordinator.last_heard import LastHeard
 
 NUM_KEPT = 256  # of a tenant's last answers
 MIN_ANSWERS = 20  # before that a tenant's own say nothing; all tenants' do, once they are as many
@@ -41,7 +43,7 @@ class OutputLengths:
 
     def __init__(self, quantile: float) -> None:
         self._quantile = quantile
-        self._by_tenant: OrderedDict[str, _Lengths] = OrderedDict()
+        self._by_tenant = LastHeard(_Lengths, MAX_TENANTS)
         self._all = _Lengths()
 
     @property
@@ -50,11 +52,7 @@ class OutputLengths:
 
     def note(self, tenant: str, num_tokens: int) -> None:
         """An answer of the tenant's ended by itself, or at its max_tokens, after so many tokens."""
-        lengths = self._by_tenant.setdefault(tenant, _Lengths())
-        self._by_tenant.move_to_end(tenant)
-        if len(self._by_tenant) > MAX_TENANTS:
-            self._by_tenant.popitem(last=False)
-        lengths.add(num_tokens)
+        self._by_tenant.of(tenant).add(num_tokens)
         self._all.add(num_tokens)
 
     def expected(self, tenant: str, most: int) -> int:

@@ -9,7 +9,7 @@ nothing, an older one, all is guessed, and nothing forgotten but for room. Times
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from coordinator.holders import SHARD_SHIFT, Holders, keys_of
@@ -47,8 +47,12 @@ class PrefixIndex:
     even part of them at least; tails go before what they follow if they were told, or assigned, together.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(
+        self, max_blocks: int = MAX_BLOCKS, on_given_up: Callable[[Sequence[int]], None] = lambda keys: None
+    ) -> None:
+        """`on_given_up` is told of keys that a node held and is not known to hold any more."""
         self._max_blocks = max_blocks
+        self._on_given_up = on_given_up
         self._bits = NodeBits()
         self._nodes: dict[InstanceId, _Node] = {}
         self._live = 0  # the bits of those
@@ -105,6 +109,12 @@ class PrefixIndex:
                 del node.held[key]
                 node.held[key] = None
 
+    def refused(self, instance_id: InstanceId, hashes: Sequence[BlockHash]) -> None:
+        """A prompt of these blocks was sent there and not taken: they will not be cached there after all."""
+        node = self._nodes.get(instance_id)
+        if node is not None and hashes:
+            self._drop_guesses(node, keys_of(hashes))
+
     def match(self, hashes: Sequence[BlockHash], now: float) -> dict[InstanceId, int]:
         """Leading blocks that each node has; nodes that have none are left out."""
         self._settle(now)
@@ -127,6 +137,10 @@ class PrefixIndex:
         if depth:
             matched.update(dict.fromkeys(self._bits.ids(alive), depth))
         return matched
+
+    def is_held(self, key: int) -> bool:
+        """Whether some node told that it has the block, by `holders.keys_of`; one that is gone since may count."""
+        return bool(self._held.lookups[key >> SHARD_SHIFT](key, 0))
 
     def forget(self, instance_id: InstanceId) -> None:
         """The process is gone and its cache with it. At once, however much it had: the rest is tidied away later."""
@@ -155,6 +169,7 @@ class PrefixIndex:
                 self.num_blocks -= len(gone)
                 for key in gone:
                     del node.held[key]
+                self._on_given_up(gone)
 
     def _lost_count(self, node: _Node, now: float) -> bool:
         may_ask = node.next_sequence is not None or now - node.asked_at >= ASK_AGAIN_S
@@ -180,6 +195,7 @@ class PrefixIndex:
         for key in keys:
             del node.held[key]
         self._held.discard(keys, node.bit)
+        self._on_given_up(keys)
         self.num_blocks -= len(keys)
         self.num_dropped += len(keys)
 
@@ -202,6 +218,7 @@ class PrefixIndex:
             bit, held = self._gone[0]
             keys = [held.popitem()[0] for _ in range(min(num_blocks, len(held)))]
             self._held.discard(keys, bit)
+            self._on_given_up(keys)
             num_blocks -= len(keys)
             if held:
                 return

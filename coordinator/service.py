@@ -11,6 +11,7 @@ from coordinator.cluster import Cluster
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
 from coordinator.members import COMPUTING_ROLES, Member
+from coordinator.response_cache import CACHE_HIT, CachedAnswer
 from kvrelay.cluster import ClusterStatus, NodeReport
 from kvrelay.errors import InvalidRequestError
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -35,6 +36,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         wanted = convert_inference.generate_request_from_pb(request)
         answer = await self._door.accept(wanted, self._identify(context))
+        if isinstance(answer, CachedAnswer):
+            await context.send_initial_metadata((CACHE_HIT,))
         try:
             async for event in answer.events():
                 yield convert_inference.generate_event_to_pb(event)

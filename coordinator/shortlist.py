@@ -12,12 +12,15 @@ from functools import partial
 from typing import TypeVar
 
 from coordinator.circuits import Party
-from coordinator.forecast import Work, after_last_s, tokens_lost, tokens_waited
+from coordinator.forecast import after_last_s, forecast_handoff, late_s, others_wait_s, tokens_lost
 from coordinator.members import Member
+from coordinator.prompt_parts import PromptParts, parts_of
+from coordinator.work import Work
 
 T = TypeVar("T")
 
 NUM_BEST = 8
+NUM_CLOSE = 2  # times as many prefill nodes are looked at closely
 
 # Added to the cost of what shall come after all others. Of two kinds together the greater one decides.
 BUSY_S = 1e6  # no slot, no room
@@ -47,16 +50,30 @@ def best_prefill(
     """By how long each takes for the prompt, its link longer than that for all of it if an answer follows, somebody
     waits there for that, and what is evicted for it took, the best first; `usual_s` is what a token takes a node that
     has not measured it. Of equals the least loaded."""
-    uncached = _ByCached(work.num_uncached)
+    near = _near_prefill(members, work, usual_s, suspects, avoid, NUM_CLOSE * num_best)
+    costs_s = [_cost_s(member, work, usual_s) for member in near]
+    return _least(near, costs_s, suspects, avoid, num_best)
+
+
+def _near_prefill(
+    members: Sequence[Member],
+    work: Work,
+    usual_s: float,
+    suspects: Collection[Party],
+    avoid: Collection[Party],
+    num_near: int,
+) -> list[Member]:
+    """About the best: all that waits on a node counts as of equally long prompts, and loading takes no time."""
+    uncached = _ByCached(lambda num_cached: work.num_uncached(num_cached) - work.num_stored_tokens(num_cached))
     num_bytes = work.num_prompt_blocks * work.block_bytes if work.num_left > 1 else 0
     cached, num_blocks, block_tokens = work.cached_prefill, work.num_prompt_blocks, work.block_tokens
     costs_s: list[float] = []
     for member in members:
-        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        node, num_cached = member.load, cached.get(member.info.instance_id, 0)
         num_uncached = uncached[num_cached]
         num_tokens: float = node.waiting_tokens
         if num_tokens > num_uncached * node.num_requests:
-            num_tokens = tokens_waited(node, num_uncached)
+            num_tokens = num_uncached * node.num_requests
         if num_blocks - num_cached > node.num_free_blocks:
             num_tokens += tokens_lost(node, num_blocks - num_cached, block_tokens)
         cost_s = (num_uncached + num_tokens) * (node.weighted_token_s or usual_s / node.weight)
@@ -65,7 +82,24 @@ def best_prefill(
             if late_s > 0:
                 cost_s += late_s / node.weight
         costs_s.append(cost_s if node.has_slot else cost_s + BUSY_S)
-    return _least(members, costs_s, suspects, avoid, num_best)
+    return _least(members, costs_s, suspects, avoid, num_near)
+
+
+def _cost_s(prefill: Member, work: Work, usual_s: float) -> float:
+    node, cost_s = prefill.load, _ready_s(prefill, work, usual_s)
+    if work.num_left > 1:
+        cost_s += late_s(node, work, _parts(prefill, work, usual_s), work.num_prompt_blocks)
+    return cost_s / node.weight + BUSY_S * (not node.has_slot)
+
+
+def _ready_s(prefill: Member, work: Work, usual_s: float) -> float:
+    """Until the last token is computed, and what that costs others."""
+    return forecast_handoff(prefill, None, work, usual_s).ttft_s + others_wait_s(prefill, work, usual_s)
+
+
+def _parts(prefill: Member, work: Work, usual_s: float) -> PromptParts:
+    node = prefill.load
+    return parts_of(work, node, work.cached_prefill.get(prefill.info.instance_id, 0), node.token_s or usual_s)
 
 
 def best_decode(
@@ -92,12 +126,12 @@ def best_decode(
     num_blocks: dict[int, int] = {}  # to set aside now, by what nodes set aside of an answer
     costs_s: list[float] = []
     for member in members:
-        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        node, num_cached = member.load, cached.get(member.info.instance_id, 0)
         cost_s = handed_over_s[num_cached]
         if may_compute and node.weighted_tail_token_s:
             tail_s = uncached[num_cached] * node.weighted_tail_token_s
             if tail_s < cost_s:
-                num_steps = -(uncached[num_cached] // -node.prompt_budget)
+                num_steps = -(uncached[num_cached] // -node.step_tokens)
                 tail_s += node.weighted_waiting_s + num_steps * node.step_s / node.weight
                 cost_s = min(cost_s, tail_s)
         cost_s += node.weighted_waiting_s
@@ -119,11 +153,8 @@ def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cache
     """BUSY_S where there is no prefill node: less than any of a kind, the same for all."""
     if prefill is None:
         return BUSY_S
-    node = prefill.standing
-    token_s = node.token_s or usual_s
-    num_uncached = work.num_uncached(work.cached_prefill.get(prefill.info.instance_id, 0))
-    ready_s = (num_uncached + tokens_waited(node, num_uncached)) * token_s
-    return (ready_s + after_last_s(node, work, num_uncached, num_uncached * token_s, num_cached)) / node.weight
+    node, parts = prefill.load, _parts(prefill, work, usual_s)
+    return (_ready_s(prefill, work, usual_s) + after_last_s(node, work, parts, num_cached)) / node.weight
 
 
 def _least(
@@ -142,7 +173,7 @@ def _least(
         ]
     most_s = heapq.nsmallest(num_best, costs_s)[-1] if costs_s and num_best else 0.0
     few = [
-        (cost_s, member.standing.num_requests, member.info.instance_id, member)
+        (cost_s, member.load.num_requests, member.info.instance_id, member)
         for cost_s, member in zip(costs_s, members, strict=True)
         if cost_s <= most_s
     ]

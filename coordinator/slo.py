@@ -7,12 +7,14 @@ the pace that is due to the tenant (`coordinator.dues`), and one that has had mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.dues import Dues
 from coordinator.forecast import Forecast
+from coordinator.last_heard import LastHeard
 from coordinator.promises import MARGIN, MIN_RETRY_AFTER_S, Promises
 from coordinator.tenant_policy import TenantPolicy
 from kvrelay.errors import OverloadedError, TargetOutOfReachError
@@ -59,6 +61,9 @@ class Prediction:
     tokens_per_s: float | None  # at which room comes free, of all tenants'
     num_tokens: int  # that it wants: of the prompt, what is not cached
     num_positions: int  # of prompt and answers: the same whenever it comes
+    # By nodes' rates, of the quickest with nothing beside it: it need not be where it would go now. 0: not known
+    quickest_ttft_s: float = math.inf
+    quickest_itl_s: float = math.inf
 
     @property
     def ttft_s(self) -> float:
@@ -71,12 +76,12 @@ class Prediction:
     @property
     def least_ttft_s(self) -> float:
         """However short the queues become."""
-        return self.forecast.ttft_s - self.forecast.queue_s if self.forecast else 0.0
+        return min(self.forecast.ttft_s - self.forecast.queue_s, self.quickest_ttft_s) if self.forecast else 0.0
 
     @property
     def least_itl_s(self) -> float:
         """With nothing beside it; 0 where that is not known."""
-        return self.forecast.least_itl_s if self.forecast else 0.0
+        return min(self.forecast.least_itl_s, self.quickest_itl_s) if self.forecast else 0.0
 
 
 class _Pace(NamedTuple):
@@ -110,7 +115,7 @@ class SloAdmission:
     ) -> None:
         self._on_refused = on_refused
         self._dues = Dues(weight_of)
-        self._promises: dict[str, Promises] = {}
+        self._promises = LastHeard(lambda: Promises(LEAD_S), _MAX_TENANTS)
         self._answer_s = 0.0  # from the first token to the last, in the mean of late
 
     def note_answer(self, seconds: float) -> None:
@@ -130,7 +135,7 @@ class SloAdmission:
         """Whether the targets are in reach. Where they are not, raises OverloadedError that says when they will be, or
         TargetOutOfReachError, unless the request shall run all the same. `request_id` is the client's own, or empty."""
         pace = _Pace(self._dues.positions_per_s(now) or prediction.tokens_per_s)
-        promises = self._of(tenant)
+        promises = self._promises.of(tenant)
         bounds = self._bounds(promises, tenant, request_id, prediction, pace, now)
         refusal = _too_late(targets, prediction, bounds) or self._too_slow(targets, prediction, bounds)
         if refusal is None:
@@ -159,10 +164,10 @@ class SloAdmission:
             return _Bounds(1.0, pace.seconds(num_kept))
         num_kept += sum(
             promises.num_kept("", pace, now)
-            for name, promises in self._promises.items()
+            for name, promises in self._promises
             if promises and promises is not own and not self._dues.is_behind(tenant, name, now)
         )
-        if not any(map(len, self._promises.values())):
+        if not any(promises for _, promises in self._promises):
             return _Bounds(1.0, 0.0)
         is_ahead = self._dues.is_ahead(tenant, now)
         return _Bounds(AHEAD_PART if is_ahead else NEWCOMERS_PART, pace.seconds(num_kept), is_ahead)
@@ -197,14 +202,6 @@ class SloAdmission:
         if prediction.least_itl_s > limit_s:
             return _Refusal("itl", f"{why}, with nothing beside it", 0.0, is_for_good=True)
         return _Refusal("itl", why, (1 - limit_s * NEWCOMERS_PART / itl_s) * self._answer_s)
-
-    def _of(self, tenant: str) -> Promises:
-        """Of many tenants the one that is longest unheard of is forgotten."""
-        promises = self._promises.pop(tenant, None) or Promises(LEAD_S)
-        self._promises[tenant] = promises
-        if len(self._promises) > _MAX_TENANTS:
-            del self._promises[next(iter(self._promises))]
-        return promises
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ class Terms:
         request.check_targets()
         self._budgets.check(tenant)
 
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        """Of an answer that was not computed anew."""
+        self._budgets.spend(tenant, num_tokens)
+
     def settle(self, accepted: AcceptedRequest, request: GenerateRequest) -> AcceptedRequest:
         """With what the request leaves to its tenant's policy. Raises PromptTooLongError."""
         policy = self._policies.of(accepted.tenant)

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvrelay.errors import InvalidRequestError, OverloadedError, PromptTooLongError
 from kvrelay.inference import ChatMessage, ChatPrompt, Prompt, TextPrompt
+from kvrelay.matchers import Matchers
+from kvrelay.structured import StructuredOutput
 from kvrelay.tokenizer import Tokenizer
 from kvrelay.types import check_token_id
 
@@ -48,9 +50,19 @@ class LongTexts:
 class Text:
     """A model's tokenizer, and the bounds on what it is given."""
 
-    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts) -> None:
+    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, matchers: Matchers | None = None) -> None:
+        """`matchers` are None where no answer can be held to anything."""
         self.tokenizer = tokenizer
         self.long_texts = long_texts
+        self._matchers = matchers
+
+    async def check_structured(self, structured: StructuredOutput) -> None:
+        """Raises InvalidRequestError with the reason, or OverloadedError, where no answer can be held to it."""
+        if self._matchers is None:
+            raise InvalidRequestError(
+                f"{structured.kind} is refused: this model's tokenizer has no end-of-sequence token"
+            )
+        await self._matchers.make(structured)
 
     async def prompt_ids(
         self, prompt: Prompt | None, vocab_size: int, max_model_len: int | None = None

@@ -52,7 +52,7 @@ class DecodeApp:
 
     @property
     def doors(self) -> Sequence[Door]:
-        return (Door(self._config.port, self.register, self.service_names),)
+        return (Door(self._config.port, self.register, self.service_names, tls=self.host.tls),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
@@ -105,6 +105,7 @@ class DecodeApp:
             changed=self.host.changed,
             offer=self.host.offer,
             store=store,
+            matchers=self.host.matchers,
         )
         self.host.on_close(node.close)
         await node.start()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.config import NodeConfig, option
 from kvrelay.errors import ConfigError, InvalidRequestError
 from kvrelay.limits import DecodeLimits
+from kvrelay.option import option
+from kvrelay.role_config import NodeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from decode_node.rates import DecodeRates
 from decode_node.resume import Resume, ResumeCosts
 from decode_node.scheduler import Plan, Scheduler
 from kvrelay.cluster import ModelInfo, NodeRates
-from kvrelay.engine.batch import Batch, ScheduledRow
+from kvrelay.engine.batch import Batch, Drawn, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NotFoundError, OverloadedError
 from kvrelay.kv.chain import Chain, ChainBlock
@@ -26,7 +26,7 @@ from kvrelay.types import BlockCounts, BlockHash, BlockId, CachedTokens, FinishR
 
 
 class Runner(Protocol):
-    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]: ...
+    def run(self, batch: Batch) -> Seq[Drawn]: ...
 
 
 class Cache(Protocol):
@@ -47,6 +47,7 @@ class EngineLoad:
     num_waiting: int = 0
     num_preempted: int = 0  # of those that wait; while there are any, no reservation is granted
     num_waiting_tokens: int = 0  # that are computed here before sequences can go on by one token a step
+    step_tokens: int = 0  # of those, that the next step computes at most
     rates: NodeRates = field(default_factory=NodeRates)
 
 
@@ -249,7 +250,7 @@ class DecodeCore:
         if batch.rows:
             self._scheduler.stepped(len(batch.rows), batch.num_tokens, step_s)
         self._rates.stepped(len(batch.rows), batch.num_tokens, step_s)
-        self._scheduler.size.prompt_token_s = self._rates.prompt_token_s
+        self._scheduler.size.measured(self._rates.prompt_token_s, self._rates.rows_s(len(batch.rows)))
         self._publish()
         self._stalled = not (batch.rows or plan.preempted)
         preempted, to_load = self._told_of(plan)
@@ -291,11 +292,9 @@ class DecodeCore:
         self._sequences[reservation_id] = sequence
         self._members[sequence] = _Member(reservation_id, self._clock(), num_cached_tokens)
 
-    def _update(
-        self, row: ScheduledRow, token: GeneratedToken | BadLogitsError | None, filled: list[ChainBlock]
-    ) -> SequenceAdvanced | None:
+    def _update(self, row: ScheduledRow, token: Drawn, filled: list[ChainBlock]) -> SequenceAdvanced | None:
         sequence = row.sequence
-        if isinstance(token, BadLogitsError):
+        if isinstance(token, KVRelayError):
             return self._fail(sequence, token)
         sequence.num_computed_tokens += row.num_tokens
         filled.extend(self._register(sequence))
@@ -311,10 +310,11 @@ class DecodeCore:
         self._let_go(sequence)
         return SequenceAdvanced(member.reservation_id, token, member.finished(reason))
 
-    def _fail(self, sequence: Sequence, error: BadLogitsError) -> SequenceAdvanced:
-        """Ends one sequence of the batch; no later prompt shall find the KV that led to this."""
+    def _fail(self, sequence: Sequence, error: KVRelayError) -> SequenceAdvanced:
+        """Ends one sequence of the batch; no later prompt shall find KV that led to bad logits."""
         reservation_id = self._members[sequence].reservation_id
-        self._pool.disown(sequence.block_table)
+        if isinstance(error, BadLogitsError):
+            self._pool.disown(sequence.block_table)
         self._let_go(sequence)
         return SequenceAdvanced(reservation_id, error=error)
 
@@ -365,5 +365,6 @@ class DecodeCore:
             scheduler.num_waiting,
             scheduler.num_preempted,
             num_waiting_tokens=scheduler.num_waiting_tokens,
+            step_tokens=scheduler.bounds[1],
             rates=self._rates.rates(),
         )

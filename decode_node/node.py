@@ -31,6 +31,7 @@ from kvrelay.kv.hashing import chain_root
 from kvrelay.kv.offload import Offer, offer_nothing
 from kvrelay.kv.pool import Reservation
 from kvrelay.limits import DecodeLimits
+from kvrelay.matchers import Matchers, matcher_of
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockId, InstanceId, ReservationId
@@ -71,10 +72,12 @@ class DecodeNode:
         changed: Callable[[], None] = _nothing,
         offer: Offer = offer_nothing,
         store: BlockStore | None = None,
+        matchers: Matchers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`limits` are those the core starts with. `load` reads the core's latest; `changed` is told whenever `status`
-        did; `offer` gets blocks to offload, and `store` gives them back to preempted requests."""
+        did; `offer` gets blocks to offload, and `store` gives them back to preempted requests. `matchers` hold answers
+        to what they are held to."""
         self.engine = engine
         self.info = info
         self.cache = cache
@@ -87,6 +90,7 @@ class DecodeNode:
         self._load = load
         self._changed = changed
         self._offer = offer
+        self._matchers = matchers
         self._loader = BlockLoader(engine, cache, store, metrics, clock) if store is not None else None
         self.clock = clock
         self._lease_timer = LeaseTimer(self.reservations, self.expire_leases, clock)
@@ -99,8 +103,11 @@ class DecodeNode:
         """Begins to watch the engine: should it die, every request fails at once."""
         self._watch = asyncio.create_task(self._watch_engine())
 
-    async def reserve(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> ReservationGranted:
-        """Sets blocks aside for `num_tokens_now` of `num_tokens`, or (0) for as many of them as the limits say.
+    async def reserve(
+        self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0, itl_target_s: float = 0.0
+    ) -> ReservationGranted:
+        """Sets blocks aside for `num_tokens_now` of `num_tokens`, or (0) for as many of them as the limits say. Prompts
+        beside the answer leave it a token every `itl_target_s` (0: as the node's own target says).
 
         Raises InvalidRequestError and its kin for what is wrong, NeverFitsError for what is too large for this node,
         OverloadedError for what does not fit now, UnavailableError while the node drains or is stuck.
@@ -108,8 +115,9 @@ class DecodeNode:
         self._check_ready()
         check_request(request, num_tokens, self.info, num_tokens_now)
         check_fits(self.info.layout.blocks_for(num_tokens), self._load().blocks.total)
+        sequence = await self._sequence(request)
+        sequence.itl_target_s = itl_target_s
         self._check_taken()
-        sequence = self._sequence(request)
         reservation_id = ReservationId(uuid.uuid4().hex)
         reserved = await self._set_aside(
             reservation_id, sequence, self._num_blocks(request, num_tokens, num_tokens_now)
@@ -125,9 +133,11 @@ class DecodeNode:
         prompt. Raises NotFoundError if they are not committed and here, OverloadedError if there is no room.
         """
         self._check_ready()
+        parent = self.reservations.get(reservation_id).sequence
+        request = fork_request(parent.request, index)
+        sequence, fork_id = await self._sequence(request), ReservationId(uuid.uuid4().hex)
+        sequence.itl_target_s = parent.itl_target_s
         self._check_taken()
-        request = fork_request(self.reservations.get(reservation_id).sequence.request, index)
-        sequence, fork_id = self._sequence(request), ReservationId(uuid.uuid4().hex)
         num_tokens = min(request.num_prompt_tokens + (request.sampling.max_tokens or 0), self.info.max_model_len)
         num_blocks = self._num_blocks(request, num_tokens)
         await self._ask_engine(fork_id, lambda core: core.fork(reservation_id, fork_id, sequence, num_blocks))
@@ -240,6 +250,7 @@ class DecodeNode:
             limits=self._limits,
             rates=load.rates,
             num_waiting_tokens=load.num_waiting_tokens,
+            step_tokens=load.step_tokens,
         )
 
     def _num_slots_free(self, load: EngineLoad) -> int:
@@ -313,10 +324,11 @@ class DecodeNode:
         self._changed()
         return ReservationGranted(reservation_id, self.instance_id, num_cached, self.reservations.lease_s)
 
-    def _sequence(self, request: NodeRequest) -> Sequence:
+    async def _sequence(self, request: NodeRequest) -> Sequence:
+        matcher = await matcher_of(request, self._matchers)
         layout = self.info.layout
         root = chain_root(self.info.fingerprint, layout.fingerprint, request.tenant_salt)
-        return Sequence.create(request, root, layout.block_tokens)
+        return Sequence.create(request, root, layout.block_tokens, matcher)
 
     def _num_blocks(self, request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> int:
         """To set aside now for a request that may grow to `num_tokens`: for `num_tokens_now`, unless that is 0."""

@@ -38,6 +38,10 @@ class DecodeRates:
         per_s = self._prompts.per_s
         return 1.0 / per_s if per_s > 0 else 0.0
 
+    def rows_s(self, num_rows: int) -> float:
+        """A step of so many sequences without any prompts; 0 while none was."""
+        return self._step.at(num_rows)
+
     def rates(self) -> NodeRates:
         return NodeRates(
             prefill_tokens_per_s=self._prompts.per_s,

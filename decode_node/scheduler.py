@@ -16,7 +16,7 @@ back, so there are never more of them than blocks written.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -86,7 +86,7 @@ class Scheduler:
     @property
     def bounds(self) -> tuple[int, int]:
         """Rows of the next step, and tokens of prompts beside those that run now."""
-        return self.size.max_rows(self.limits), self.size.max_tail_tokens(self.limits, self.num_running)
+        return self.size.max_rows(self.limits), self._max_tail_tokens(self._running)
 
     def stepped(self, num_rows: int, num_tokens: int, step_s: float) -> None:
         """The step just planned took so long."""
@@ -184,7 +184,7 @@ class Scheduler:
         return to_load
 
     def _batch(self, scheduled: list[Sequence], memory: Memory) -> Batch:
-        budget = self.size.max_tail_tokens(self.limits, len(scheduled))
+        budget = self._max_tail_tokens(scheduled)
         rows = []
         for sequence in scheduled:
             extra = min(sequence.num_uncomputed - 1, budget)
@@ -193,6 +193,11 @@ class Scheduler:
             budget -= extra
             rows.append(ScheduledRow(sequence, 1 + extra))
         return Batch(tuple(rows))
+
+    def _max_tail_tokens(self, sequences: Collection[Sequence]) -> int:
+        """Of prompts in a step of these: those that have all their tokens but the next one wait for the step's end."""
+        targets = [one.itl_target_s for one in sequences if one.itl_target_s and one.num_uncomputed == 1]
+        return self.size.max_tail_tokens(self.limits, len(sequences), min(targets, default=0.0))
 
     def _wait(self, sequence: Sequence) -> None:
         self._insert(self._waiting, sequence)

@@ -36,8 +36,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         server.add_generic_rpc_handlers((raw_methods(KV_TRANSFER, stream_stream={"Receive": self.receive}),))
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveReply:
-        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
-        granted = await self._loaded().reserve(node_request, num_tokens, num_tokens_now)
+        granted = await self._loaded().reserve(*convert_decode.reserve_request_from_pb(request))
         return self._reply(granted, context)
 
     async def Fork(self, request: decode_pb2.ForkRequest, context: Context) -> decode_pb2.ReserveReply:

@@ -9,7 +9,7 @@ sequences are too many.
 from __future__ import annotations
 
 from kvrelay.engine.adaptive import AdaptiveBound
-from kvrelay.limits import DecodeLimits, QueueMarks
+from kvrelay.limits import MAX_BATCHED_TOKENS, DecodeLimits, QueueMarks
 
 LEAST_TAIL_TOKENS = 16  # so that a prompt which is computed here goes on
 LEAST_LEFT = 0.25  # of a slow step's tokens of prompts, to the next one: a step may be slow for other reasons
@@ -26,22 +26,36 @@ class DecodeStepSize:
         self._is_fixed = marks is None and not itl_target_s
         self._itl_target_s = itl_target_s
         self._most_beside_s = itl_target_s or (marks.high_s if marks else 0.0)  # of a step with tokens of prompts
-        self.prompt_token_s = 0.0  # that a token of a prompt takes, as measured; 0: not yet
+        self._prompt_token_s = 0.0  # that a token of a prompt takes, as measured; 0: not yet
+        self._rows_s = 0.0  # that the last step's sequences take without any
         self._rows = AdaptiveBound(marks_or_any)
         self._tail_tokens = AdaptiveBound(marks_or_any, LEAST_TAIL_TOKENS)
+
+    def measured(self, prompt_token_s: float, rows_s: float) -> None:
+        """What a token of a prompt takes, and a step of the sequences that run now without any; 0: not known."""
+        self._prompt_token_s, self._rows_s = prompt_token_s, rows_s
 
     def max_rows(self, limits: DecodeLimits) -> int:
         """Sequences up to which others may join; those that run stay."""
         return limits.max_batch if self._is_fixed else self._rows.of(limits.max_batch)
 
-    def max_tail_tokens(self, limits: DecodeLimits, num_rows: int) -> int:
-        """Tokens of prompts beside one of each of `num_rows` sequences."""
+    def max_tail_tokens(self, limits: DecodeLimits, num_rows: int, itl_target_s: float = 0.0) -> int:
+        """Tokens of prompts beside one of each of `num_rows` sequences, one of which is to have its next token within
+        `itl_target_s` (0: none says so). There is room for a few, however short that is."""
         left = limits.max_batched_tokens - num_rows
+        if itl_target_s:
+            left = min(left, self._num_in(itl_target_s - self._rows_s))
         if self._is_fixed:
             return left
-        if num_rows > 1 and self._most_beside_s and self.prompt_token_s:
-            left = min(left, max(LEAST_TAIL_TOKENS, int(self._most_beside_s / self.prompt_token_s)))
+        if num_rows > 1 and self._most_beside_s:
+            left = min(left, self._num_in(self._most_beside_s))
         return min(left, self._tail_tokens.of(limits.max_batched_tokens))
+
+    def _num_in(self, seconds: float) -> int:
+        """Tokens of prompts that take so long, and at least a few; all while it is not known what one takes."""
+        if not self._prompt_token_s:
+            return MAX_BATCHED_TOKENS
+        return max(LEAST_TAIL_TOKENS, int(seconds / self._prompt_token_s))
 
     def waited(self, seconds: float) -> None:
         """A sequence that came during a step could join the next after so long."""

@@ -27,6 +27,7 @@ from kvrelay.inference import (
     TokenPrompt,
 )
 from kvrelay.sampling import SamplingParams
+from kvrelay.structured_arguments import add_structured_arguments, structured_of
 
 _COUNTS = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs")
 
@@ -138,8 +139,9 @@ def _prompt(options: argparse.Namespace) -> Prompt:
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
     """What was given; the coordinator has defaults for the rest."""
-    named = ((entry.name, getattr(options, entry.name)) for entry in fields(SamplingParams))
-    given: dict[str, Any] = {name: value for name, value in named if value is not None}
+    names = [entry.name for entry in fields(SamplingParams) if entry.name != "structured"]
+    given: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given["structured"] = structured_of(options)
     given["stop"] = tuple(given.get("stop", ()))
     given["stop_token_ids"] = parse_ids(given.get("stop_token_ids", ""))
     given["logit_bias"] = dict(given.get("logit_bias", ()))
@@ -239,5 +241,5 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument(
         "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to a token's logit; may be repeated"
     )
-    parser.set_defaults(structured=None)
+    add_structured_arguments(parser)
     return parser

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.inference import ChatEnd, ChatMessage, ChatPrompt, ToolCall
+from kvrelay.tool_prompt import as_plain_turns, tool_format_of
 
 _OWN_NAMES = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token"))
 
@@ -49,23 +50,25 @@ class ChatTemplate:
             ) from error
         self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self.takes_tools = "tools" in source
+        self.tool_format = tool_format_of(source)
+        self._takes_tools = "tools" in source
         self._knows_developers = "developer" in source
 
     def render(self, chat: ChatPrompt) -> str:
-        """The prompt, up to what `chat.end` says. A developer's turn is a system's, where the template knows no
-        developer.
+        """The prompt, up to what `chat.end` says. A developer's turn is a system's where the template knows no
+        developer, and where it knows no tools they are told in words.
 
         Raises InvalidRequestError, with the template's own words when it refuses the messages.
         """
         if not chat.messages:
             raise InvalidRequestError("the chat has no messages; at least one is needed")
-        if chat.tools and not self.takes_tools:
-            raise InvalidRequestError("tools are given, but this model's chat template has no place for them")
+        tools = _json_of("tools", chat.tools, list) if chat.tools else None
+        if not self._takes_tools:
+            chat, tools = as_plain_turns(chat, tools or ()), None
         names: dict[str, Any] = {
             **_template_kwargs(chat),
             "messages": [self._turn(message) for message in chat.messages],
-            "tools": _json_of("tools", chat.tools, list) if chat.tools else None,
+            "tools": tools,
             "add_generation_prompt": chat.end is ChatEnd.ANSWER,
         }
         try:

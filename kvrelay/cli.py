@@ -33,6 +33,7 @@ COMMANDS = {
         "look after the KV stores: stats, ls, verify, compact, evict, pin, warm", "kvrelay.store_command:main"
     ),
     "keys": Command("make API keys for a coordinator's --api-keys-file", "kvrelay.keys:main"),
+    "certs": Command("make a CA and certificates for every role", "kvrelay.certs:main"),
     "plan": Command("work out how many requests fit into a node's memory", "kvrelay.plan:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
     "coordinator": Command("run the front door", "coordinator.command:main"),

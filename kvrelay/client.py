@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,6 +24,7 @@ from kvrelay.failover import FailoverAnswer
 from kvrelay.inference import GenerateRequest, Prompt
 from kvrelay.rounds import Rounds
 from kvrelay.rpc.coordinator import CoordinatorClient
+from kvrelay.rpc.credentials import ClientTLS
 from kvrelay.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -49,14 +51,23 @@ class AsyncClient:
     is passed over for the next, within the caller's time; an answer that breaks off goes on from another one. With one
     address nothing is tried again, but what is kept (`keep_s`).
 
-    `api_key` is an API key or a token, sent with every call; by default what the environment has as KVRELAY_API_KEY.
+    `api_key` is an API key or a token, sent with every call. `ca` is a PEM file of the CA that signed the coordinators'
+    certificates, and with it calls go over TLS. Where they are None, the environment's KVRELAY_API_KEY and KVRELAY_CA
+    are taken; "" is neither. Raises ConfigError for a file that cannot be read.
     """
 
     def __init__(
-        self, address: str | Sequence[str], *, api_key: str | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self,
+        address: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        ca: str | Path | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         api_key = os.environ.get("KVRELAY_API_KEY", "") if api_key is None else api_key
-        self._coordinators = [CoordinatorClient(one, api_key) for one in addresses_of(address)]
+        ca = os.environ.get("KVRELAY_CA", "") if ca is None else ca
+        tls = ClientTLS.read(Path(ca).expanduser()) if ca else None
+        self._coordinators = [CoordinatorClient(one, api_key, tls) for one in addresses_of(address)]
         self._first = 0
         self._timeout_s = timeout_s
 
@@ -182,12 +193,17 @@ class Client:
     """As AsyncClient, blocking. Has an event loop in a thread of its own until closed; may be used by many threads."""
 
     def __init__(
-        self, address: str | Sequence[str], *, api_key: str | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self,
+        address: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        ca: str | Path | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay-client", daemon=True)
         self._thread.start()
-        self._client = self._wait(_make(address, api_key, timeout_s))
+        self._client = self._wait(_make(address, api_key, ca, timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -297,5 +313,7 @@ class _Turns:
             await self._events.aclose()
 
 
-async def _make(address: str | Sequence[str], api_key: str | None, timeout_s: float) -> AsyncClient:
-    return AsyncClient(address, api_key=api_key, timeout_s=timeout_s)
+async def _make(
+    address: str | Sequence[str], api_key: str | None, ca: str | Path | None, timeout_s: float
+) -> AsyncClient:
+    return AsyncClient(address, api_key=api_key, ca=ca, timeout_s=timeout_s)

@@ -96,6 +96,8 @@ def facts(answer: ClientAnswer) -> str:
         p50, p95 = percentiles(answer.gaps_s)
         parts.append(f"inter-token p50 {_ms(p50)}, p95 {_ms(p95)}")
     parts.append(f"KV handed over {size(finished.handoff_bytes)}")
+    if finished.from_response_cache:
+        parts.append("an earlier answer, given again")
     if finished.retries:
         parts.append(f"retries {finished.retries}")
     return "[" + " | ".join(parts) + "]"
@@ -122,6 +124,7 @@ def describe(answer: ClientAnswer) -> dict[str, Any]:
         "nodes": {"prefill": finished.prefill_node, "decode": finished.decode_node},
         "handoff_bytes": finished.handoff_bytes,
         "retries": finished.retries,
+        "from_response_cache": finished.from_response_cache,
         "prefix_hash": finished.prefix_hash.hex(),
     }
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvrelay.config import is_address
+from kvrelay.address import is_address
 from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
@@ -70,6 +70,12 @@ def run_blocking(command: str, address: str, work: Callable[[], None]) -> int:
 def explain_failure(error: KVRelayError, address: str) -> str:
     """In words of who called, where gRPC's own say less."""
     said = error.message.lower()
+    if isinstance(error, UnavailableError) and "wrong_version_number" in said:
+        return f"what answers at {address} does not speak TLS; unset KVRELAY_CA, or name another by --address"
+    if isinstance(error, UnavailableError) and "tls handshake failed" in said:
+        return f"{address} shows a certificate that is not for it, or not of the CA in KVRELAY_CA ({error.message})"
+    if isinstance(error, UnavailableError) and "failed to connect" in said and "socket closed" in said:
+        return f"{address} closes the connection; if it speaks TLS, name the CA of its certificate by KVRELAY_CA"
     if isinstance(error, UnavailableError) and ("failed to connect" in said or "errors resolving" in said):
         return f"no coordinator answers at {address}; start a cluster with `kvrelay up`, or name it by --address"
     if isinstance(error, DeadlineError) and "deadline exceeded" in said:  # of this side: the coordinator had no say

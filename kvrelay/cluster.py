@@ -72,6 +72,8 @@ class NodeStatus:
     not_ready_reason: str = ""  # for people; empty while it is ready
     rates: NodeRates = NodeRates()
     num_waiting_tokens: int = 0  # of prompts, uncached: what a new one stands behind
+    step_tokens: int = 0  # of prompts, that its next step computes at most; 0: not told
+    prompt_tokens: tuple[int, ...] = ()  # of num_waiting_tokens, each prompt's, oldest first; empty: not told
     weight: float = 1.0  # its part of the requests beside other nodes' weights; 0: none
 
 

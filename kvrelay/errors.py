@@ -66,6 +66,12 @@ class NeverFitsError(InvalidRequestError):
     code = "exceeds_kv_capacity"
 
 
+class StructureError(InvalidRequestError):
+    """What the answer is held to lets no token follow, or became too complex on the way."""
+
+    code = "structured_output_failed"
+
+
 class UnauthenticatedError(KVRelayError):
     """The caller proves to be nobody: no credential, or one that does not hold."""
 

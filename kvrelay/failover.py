@@ -17,6 +17,7 @@ from kvrelay.rpc.convert_inference import error_of
 from kvrelay.rpc.coordinator import CoordinatorClient
 
 NUM_ROUNDS = 5  # over all coordinators, about 1.5 s when none says when to come back
+MAX_PAUSE_S = 30.0  # for the rest of an answer; some are told to come back tomorrow
 CANCEL_TIMEOUT_S = 2.0
 
 
@@ -97,7 +98,7 @@ class FailoverAnswer:
         # Where it is kept it is not computed anew.
         pause_s = self._rounds.next(error.retry_after_s, time.monotonic(), stay=is_kept)
         left_s = self._left_s()
-        if pause_s is None or (left_s is not None and pause_s >= left_s):
+        if pause_s is None or pause_s > MAX_PAUSE_S or (left_s is not None and pause_s >= left_s):
             raise self._broken_by or error
         return pause_s
 
@@ -105,7 +106,7 @@ class FailoverAnswer:
         if isinstance(error, UnavailableError):
             return True
         if isinstance(error, OverloadedError):  # to be told, unless half an answer is there
-            return begun
+            return begun and error.retryable
         if isinstance(error, DuplicateRequestError):  # by our own earlier attempt, which is not given up there yet
             return not self._request.keep_s and self._num_asked[self._rounds.current] > 1
         return False

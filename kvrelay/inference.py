@@ -197,6 +197,7 @@ class RequestFinished:
     stop_string: str = ""
     retries: int = 0
     prefix_hash: bytes = b""
+    from_response_cache: bool = False  # nothing was computed: it is an earlier answer to the same request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from kvrelay.byte_size import parse_size, show_size
 from kvrelay.capacity import Capacity
 from kvrelay.client_command import size, write
-from kvrelay.config import parse_size, show_size
 from kvrelay.errors import ConfigError, ModelFileError
 from kvrelay.kv.layout import ITEM_BYTES
 from kvrelay.model.kv_shape import KVShape, read_kv_shape

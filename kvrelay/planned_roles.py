@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.errors import ConfigError
+from kvrelay.locks import Locks
 from kvrelay.types import Role
 
 DEFAULT_PORT_BASE = 7400
 METRICS_OFFSET = 100
+CLUSTER_OFFSET = 200  # of the port that nodes join a coordinator by, where that is not the clients'
 HTTP_OFFSET = 600  # of coordinators: 8000 by default
 MAX_COORDINATORS = 9
 MAX_PREFILL_NODES = 10
@@ -36,6 +38,7 @@ class PlannedRole:
     flags: tuple[str, ...]
     model: str = ""
     http_port: int | None = None  # of a coordinator
+    cluster_port: int | None = None  # of a coordinator whose nodes have a port of their own
 
     @property
     def address(self) -> str:
@@ -45,7 +48,8 @@ class PlannedRole:
     def ports(self) -> dict[int, str]:
         """What it listens on, and what for."""
         ports = {self.port: self.name, self.metrics_port: f"metrics of {self.name}"}
-        return ports if self.http_port is None else {**ports, self.http_port: f"HTTP of {self.name}"}
+        further = {self.http_port: f"HTTP of {self.name}", self.cluster_port: f"nodes of {self.name}"}
+        return ports | {port: purpose for port, purpose in further.items() if port is not None}
 
 
 def check_shape(options: argparse.Namespace, num_models: int) -> None:
@@ -68,10 +72,12 @@ def check_shape(options: argparse.Namespace, num_models: int) -> None:
         raise ConfigError(f"--start-timeout-s is {options.start_timeout_s:g}; allowed is a number of seconds over 0")
 
 
-def plan(options: argparse.Namespace, models: Mapping[str, Path], data_dir: Path) -> list[PlannedRole]:
+def plan(
+    options: argparse.Namespace, models: Mapping[str, Path], data_dir: Path, locks: Locks | None = None
+) -> list[PlannedRole]:
     """The processes of a cluster of this shape, the coordinators first. `models` are by the name that clients ask for,
     which is empty for a single one that goes by its file's."""
-    common = _flags_by_role(options, models)
+    common = _flags_by_role(options, models, locks)
     roles = [
         _planned(options, role, index, count, len(models), [*common[role], *_flags_of_one(role, index, data_dir)])
         for role, count in ((Role.COORDINATOR, options.coordinators), (Role.KVSTORE, num_kvstores(options)))
@@ -104,23 +110,26 @@ def _flags_of_one(role: Role, index: int, data_dir: Path) -> list[str]:
     return ["--path", str(data_dir / ("kvstore" if index == 0 else f"kvstore-{index + 1}"))]
 
 
-def _flags_by_role(options: argparse.Namespace, models: Mapping[str, Path]) -> dict[Role, list[str]]:
+def _flags_by_role(
+    options: argparse.Namespace, models: Mapping[str, Path], locks: Locks | None
+) -> dict[Role, list[str]]:
     """What all processes of a role have in common."""
     num_models = len(models)
     ports = [_port(options, Role.COORDINATOR, index, num_models) for index in range(options.coordinators)]
-    coordinators = ",".join(f"{options.host}:{port}" for port in ports)
+    coordinators = ",".join(f"{options.host}:{port + (CLUSTER_OFFSET if locks else 0)}" for port in ports)
     store_ports = [_port(options, Role.KVSTORE, index, num_models) for index in range(num_kvstores(options))]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = options.threads or max(1, cores // (num_models * (options.prefill + options.decode)))
     node = ["--dtype", options.dtype, "--threads", str(threads), "--coordinator", coordinators]
     node += ["--kvstore", ",".join(f"{options.host}:{port}" for port in store_ports)] if store_ports else []
     several = ["--models", ";".join(f"{name}={path}" for name, path in models.items())]
-    return {
+    flags = {
         Role.COORDINATOR: several if num_models > 1 else _naming(*next(iter(models.items()))),
         Role.KVSTORE: ["--coordinator", coordinators],
         Role.PREFILL_NODE: node,
         Role.DECODE_NODE: node,
     }
+    return {role: [*of_role, *(locks.flags(role) if locks else [])] for role, of_role in flags.items()}
 
 
 def _planned(
@@ -131,9 +140,13 @@ def _planned(
     flags += ["--grace-s", f"{options.grace_s:g}"]
     flags += ["--config", str(options.config.resolve())] if options.config else []
     name = role.value if count == 1 else f"{role.value}-{index + 1}"
-    http_port = port + HTTP_OFFSET if role is Role.COORDINATOR else None
+    is_coordinator = role is Role.COORDINATOR
+    http_port = port + HTTP_OFFSET if is_coordinator else None
     flags += [] if http_port is None else ["--http-port", str(http_port)]
-    return PlannedRole(role, name, options.host, port, port + METRICS_OFFSET, (*flags, *own), model, http_port)
+    cluster_port = port + CLUSTER_OFFSET if options.secure and is_coordinator else None
+    flags += [] if cluster_port is None else ["--cluster-port", str(cluster_port)]
+    metrics_port = port + METRICS_OFFSET
+    return PlannedRole(role, name, options.host, port, metrics_port, (*flags, *own), model, http_port, cluster_port)
 
 
 def _port(options: argparse.Namespace, role: Role, index: int, num_models: int) -> int:

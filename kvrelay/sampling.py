@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from kvrelay.errors import InvalidRequestError
@@ -47,6 +48,17 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def ends_answer(self, token_id: int, num_tokens: int, eos_token_ids: Container[int]) -> bool:
+        """Whether the answer's token `num_tokens` ends it, as an end-of-sequence token or a stop token id.
+
+        One that is held to something gets an end-of-sequence token too early only where nothing else may follow, and
+        ends there.
+        """
+        if token_id in eos_token_ids and self.structured is not None:
+            return True
+        stops = token_id in self.stop_token_ids or (not self.ignore_eos and token_id in eos_token_ids)
+        return stops and num_tokens >= self.min_tokens
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequestError, naming field, value and what is allowed."""

@@ -13,6 +13,7 @@ from kvrelay.errors import InvalidRequestError, KVRelayError, NotFoundError
 from kvrelay.kv.hashing import HASH_BYTES
 from kvrelay.kv.remote_admin import StoreAdmin
 from kvrelay.kv.store_messages import StoreNamespace
+from kvrelay.rpc.credentials import peer_tls_of
 from kvrelay.types import Role
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ async def ask_each(
     found: dict[str, T] = {}
     failed: list[KVRelayError] = []
     for address in addresses:
-        async with StoreAdmin(address) as admin:
+        async with StoreAdmin(address, tls=peer_tls_of()) as admin:
             try:
                 found[address] = await ask(admin)
             except KVRelayError as error:

@@ -17,6 +17,7 @@ from kvrelay.inference import RequestFinished
 from kvrelay.kv.remote_admin import StoreAdmin
 from kvrelay.kv.store_messages import StoreNamespace
 from kvrelay.progress_bar import ProgressBar
+from kvrelay.rpc.credentials import peer_tls_of
 from kvrelay.sampling import SamplingParams
 from kvrelay.store_targets import served_namespace, store_addresses
 from kvrelay.types import BlockHash, Tier
@@ -42,7 +43,8 @@ async def warm(options: argparse.Namespace) -> None:
     prompts = list(read_prompts(read_lines(options.file), own))
     namespace = await served_namespace(options)
     async with AsyncExitStack() as closing:
-        stores = [await closing.enter_async_context(StoreAdmin(one)) for one in await store_addresses(options)]
+        opened = [StoreAdmin(one, tls=peer_tls_of()) for one in await store_addresses(options)]
+        stores = [await closing.enter_async_context(one) for one in opened]
         client = await closing.enter_async_context(AsyncClient(options.address))
         warming = Warming(client, stores, namespace, wait_s=options.wait, timeout_s=options.timeout)
         with ProgressBar("warm", "prompt") as bar:

@@ -23,6 +23,7 @@ from kvrelay.chat_template import ChatTemplate
 from kvrelay.errors import InvalidRequestError, ModelFileError
 from kvrelay.gguf_metadata import read_header
 from kvrelay.inference import ChatPrompt
+from kvrelay.tool_prompt import ToolFormat
 
 NFC_SHRINKS = 3  # canonical composition leaves at least a third of a text: three Hangul letters become one syllable
 
@@ -90,6 +91,11 @@ class Tokenizer:
     def written(self, token_id: int) -> str:
         """A special token as it is written in a text; "" for any other."""
         return self._special.get(token_id, "")
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model calls a tool."""
+        return ToolFormat.HERMES if self._chat_template is None else self._chat_template.tool_format
 
     def render_chat(self, chat: ChatPrompt) -> str:
         """The prompt text the model's chat template makes of the messages, by default ready for the assistant's turn.

@@ -19,6 +19,7 @@ from kvrelay.config_table import config_class
 from kvrelay.demo_model import cache_directory, fetch
 from kvrelay.errors import ConfigError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome, Say
+from kvrelay.locks import Locks, lock
 from kvrelay.planned_roles import DEFAULT_PORT_BASE, PlannedRole, check_ports, check_shape, plan
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="logs and the store's disk tier (default: a cache directory)"
     )
+    parser.add_argument(
+        "--secure",
+        action="store_true",
+        help="TLS everywhere, and no answer without the API key that is printed; nodes join at other ports, +200",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with more settings, given to each role")
     parser.add_argument(
         "--grace-s", type=float, default=30.0, metavar="S", help="time running requests get at the end (default: 30)"
@@ -83,18 +89,22 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
     given = models_of(options)
     check_shape(options, len(given))
     data_dir: Path = options.data_dir or cache_directory() / f"up-{options.port_base}"
-    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir)
+    key_directory = data_dir.resolve() / "locks"
+    unmade = Locks(key_directory, api_key="") if options.secure else None
+    draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir, unmade)
     check_settings(draft)
     check_ports(draft)
     models = {name: find_model(path, say) for name, path in given.items()}
-    roles = plan(options, models, data_dir)
+    # Not before the ports are known to be free: a cluster that has them has these files, too.
+    locks = lock(key_directory, options.host) if options.secure else None
+    roles = plan(options, models, data_dir, locks)
     try:
         (data_dir / "logs").mkdir(parents=True, exist_ok=True)
         cluster = _make_cluster(options, roles, command, data_dir, say)
     except OSError as error:
         raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from error
     say(f"starting {', '.join(role.name for role in roles)} with {_listed(models)} in {options.dtype}")
-    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir), flush=True)))
+    outcome = asyncio.run(cluster.run(lambda: print(_how_to_use(roles, data_dir, locks), flush=True)))
     return 1 if outcome is Outcome.FAILED else 0
 
 
@@ -145,7 +155,7 @@ def _make_cluster(
     return cluster
 
 
-def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
+def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | None = None) -> str:
     """What a newcomer needs now: addresses, and four calls that work as they are written."""
     coordinator = roles[0]
     program = _program()
@@ -157,14 +167,17 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path) -> str:
     ]
     of_model = next((f" --model {shlex.quote(role.model)}" for role in roles if role.model), "")
     host = f"[{coordinator.host}]" if ":" in coordinator.host else coordinator.host
-    base_url = f"http://{host}:{coordinator.http_port}/v1"
+    base_url = f"{'https' if locks else 'http'}://{host}:{coordinator.http_port}/v1"
     rows += ["", f"OpenAI's API is at {base_url}"]
+    shown = '--cacert "$KVRELAY_CA" -H "Authorization: Bearer $KVRELAY_API_KEY" ' if locks else ""
     calls = [
-        f"  curl {base_url}/chat/completions -d {shlex.quote(_chat_body(roles))}",
+        f"  curl {shown}{base_url}/chat/completions -d {shlex.quote(_chat_body(roles))}",
         f'  {program} ask{where}{of_model} --temperature 0 "What is the capital of France?"',
         f"  {program} status{where}",
         f'  {program} ask{where}{of_model} --json --temperature 0 --max-tokens 16 --raw "1, 2, 3,"',
     ]
+    if locks is not None:
+        calls = [f"  export KVRELAY_API_KEY={locks.api_key} KVRELAY_CA={shlex.quote(str(locks.ca))}", *calls]
     logs = f"logs in {data_dir / 'logs'}; Ctrl-C drains and stops"
     note = []
     if roles[1].role is Role.COORDINATOR:

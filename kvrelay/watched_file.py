@@ -32,15 +32,19 @@ class WatchedFiles(Generic[T]):
         self._parse = parse
         self._look = _look_at(paths)
         self._value = self._read()
-        self.num_changes = 0
+        self.num_changes = 0  # that were read and used
 
     @property
     def value(self) -> T:
+        self.look()
+        return self._value
+
+    def look(self) -> None:
+        """Reads what changed."""
         look = _look_at(self._paths)
         if look != self._look:
             self._look = look
             self._read_anew()
-        return self._value
 
     def _read_anew(self) -> None:
         names = ", ".join(map(str, self._paths))

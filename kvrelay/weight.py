@@ -9,6 +9,7 @@ from kvrelay.client_command import address_argument, run, write
 from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.limits import check_weight
 from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.credentials import peer_tls_of
 from kvrelay.rpc.nodes import NodeClient
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _set_weight(address: str, weight: float) -> None:
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls=peer_tls_of()) as channel:
         try:
             weight = await NodeClient(channel).set_weight(weight)
         except UnavailableError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.config import JOIN_HELP, RoleConfig, option
+from kvrelay.option import option
+from kvrelay.role_config import JOIN_HELP, RoleConfig
 from kvstore.lifetimes import Lifetimes, parse_lifetime
 from kvstore.placement import WritePolicy
 from kvstore.quotas import Quotas

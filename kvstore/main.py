@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.errors import ConfigError
 from kvrelay.rpc import process
+from kvrelay.rpc.credentials import peer_tls
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
@@ -37,6 +38,7 @@ class KVStoreApp:
     def __init__(self, config: KVStoreConfig, instance_id: InstanceId, registry: CollectorRegistry) -> None:
         self._config = config
         self._instance_id = instance_id
+        self._tls = peer_tls(config)
         self._store = _store(config)
         self._service = KVStoreService(self._store)
         self._readiness = Readiness()
@@ -45,7 +47,7 @@ class KVStoreApp:
 
     @property
     def doors(self) -> Sequence[Door]:
-        return (Door(self._config.port, self.register, self.service_names),)
+        return (Door(self._config.port, self.register, self.service_names, tls=self._tls),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
@@ -54,7 +56,7 @@ class KVStoreApp:
         self._readiness = readiness
         await self._store.start()
         info = NodeInfo(Role.KVSTORE, self._instance_id, address, None)
-        self._memberships = Memberships(self._config.coordinator, info, self.status)
+        self._memberships = Memberships(self._config.coordinator, info, self.status, tls=self._tls)
         await self._memberships.start()
         readiness.set(True)
 

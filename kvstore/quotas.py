@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvrelay.config import parse_size, show_size
+from kvrelay.byte_size import parse_size, show_size
 from kvrelay.errors import ConfigError
 
 NO_BOUND = 0

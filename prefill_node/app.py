@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -19,7 +20,7 @@ from kvrelay.types import InstanceId, Role
 from prefill_node.config import PrefillConfig
 from prefill_node.engine import PrefillCore, PrefillOutput
 from prefill_node.jobs import KVAccess, PrefillJobs
-from prefill_node.links import DecodeLinks
+from prefill_node.links import DecodeLinks, open_own
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.rates import PrefillRates
 from prefill_node.scheduler import PrefillScheduler
@@ -50,7 +51,7 @@ class PrefillApp:
 
     @property
     def doors(self) -> Sequence[Door]:
-        return (Door(self._config.port, self.register, self.service_names),)
+        return (Door(self._config.port, self.register, self.service_names, tls=self.host.tls),)
 
     def register(self, server: grpc.aio.Server) -> None:
         self._service.register(server)
@@ -90,7 +91,9 @@ class PrefillApp:
 
     def _make_jobs(self, loaded: LoadedEngine, store: BlockStore | None) -> PrefillJobs:
         rates = PrefillRates()
-        links = DecodeLinks(loaded.info.layout.slab_bytes, on_carried=rates.carried)
+        links = DecodeLinks(
+            loaded.info.layout.slab_bytes, partial(open_own, tls=self.host.tls), on_carried=rates.carried
+        )
         self.host.on_close(links.close)
         return PrefillJobs(
             self.host.engine,
@@ -103,6 +106,7 @@ class PrefillApp:
             store=store,
             costs=self._make_costs(),
             rates=rates,
+            matchers=self.host.matchers,
             offer=self.host.offer,
             on_status=self.host.changed,
         )

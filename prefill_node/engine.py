@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvrelay.engine.batch import Batch, ScheduledRow
+from kvrelay.engine.batch import Batch, Drawn, ScheduledRow
 from kvrelay.engine.sequence import Sequence
 from kvrelay.errors import BadLogitsError, KVRelayError, NeverFitsError, OverloadedError
 from kvrelay.kv.meeting import Meeting
@@ -30,7 +30,7 @@ LONGER_TWIN = 2  # a prompt waits for the blocks of another that has at most so 
 class Runner(Protocol):
     """`kvrelay.engine.runner.ModelRunner`; tests run without a model."""
 
-    def run(self, batch: Batch) -> Seq[GeneratedToken | BadLogitsError | None]: ...
+    def run(self, batch: Batch) -> Seq[Drawn]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class PrefillOutput:
     step_tokens: int = 0  # that the next step computes at most
     num_remaining_tokens: int = 0  # to compute, of the jobs that compute
     num_waiting_tokens: int = 0  # the same, and those of jobs that wait or load, as far as they are not cached here
+    prompt_tokens: tuple[int, ...] = ()  # each job's part of those, in order of arrival
     num_step_tokens: int = 0  # computed by the step, in step_s
     step_s: float = 0.0
 
@@ -164,6 +165,7 @@ class PrefillCore:
         """News that was not told yet, and how the node stands now."""
         events, self._events = tuple(self._events), []
         self._changed = False
+        uncomputed = tuple(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed)
         return PrefillOutput(
             events=events,
             blocks=self.pool.counts(),
@@ -173,7 +175,8 @@ class PrefillCore:
             limits=self.scheduler.limits,
             step_tokens=self.scheduler.step_tokens,
             num_remaining_tokens=self.scheduler.num_remaining_tokens,
-            num_waiting_tokens=sum(job.sequence.num_uncomputed for job in self._jobs.values() if not job.failed),
+            num_waiting_tokens=sum(uncomputed),
+            prompt_tokens=tuple(filter(None, uncomputed)),
         )
 
     # EngineCore
@@ -231,14 +234,13 @@ class PrefillCore:
             return min(num_tokens, sequence.num_uncomputed)
         return min(num_tokens, stop * self.block_tokens - start)
 
-    def _update(
-        self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[GeneratedToken | BadLogitsError | None]
-    ) -> None:
+    def _update(self, rows: list[tuple[JobId, ScheduledRow]], tokens: Seq[Drawn]) -> None:
         for (job_id, row), token in zip(rows, tokens, strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
             self.scheduler.advance(job_id, row.num_tokens)
-            if isinstance(token, BadLogitsError):
-                self.pool.disown(row.sequence.block_table)  # no later prompt shall find the KV that led to this
+            if isinstance(token, KVRelayError):
+                if isinstance(token, BadLogitsError):
+                    self.pool.disown(row.sequence.block_table)  # no later prompt shall find the KV that led to this
                 self._fail(job_id, token)
             else:
                 self._register(row.sequence)

@@ -23,6 +23,7 @@ from kvrelay.kv.meeting import Meeting
 from kvrelay.kv.offload import Offer, offer_nothing
 from kvrelay.kv.prefix import count_cached
 from kvrelay.limits import PrefillLimits
+from kvrelay.matchers import Matchers, matcher_of
 from kvrelay.messages import HandoffTarget, NodeRequest, PrefillFinished, PrefillStarted
 from kvrelay.rpc import raw
 from kvrelay.types import BlockCounts, BlockId, CachedTokens, check_token_id
@@ -62,12 +63,13 @@ class PrefillJobs:
         store: BlockStore | None = None,
         costs: LoadOrCompute | None = None,
         rates: PrefillRates | None = None,
+        matchers: Matchers | None = None,
         offer: Offer = offer_nothing,
         on_status: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`costs` decide what is loaded, `rates` hear also what `links` carry, `offer` takes blocks to keep;
-        `on_status` is told when `status` changed."""
+        """`costs` decide what is loaded, `rates` hear also what `links` carry, `matchers` hold answers to what they are
+        held to, `offer` takes blocks to keep; `on_status` is told when `status` changed."""
         self._engine = engine
         self._model = model
         self._kv = kv
@@ -79,6 +81,7 @@ class PrefillJobs:
         self._loader = PrefixLoader(
             store, costs, kv.write_slab, metrics, limit_s=load_limit_s, on_loaded=self._loaded, clock=clock
         )
+        self._matchers = matchers
         self._offer = offer
         self._on_status = on_status
         self._clock = clock
@@ -116,6 +119,8 @@ class PrefillJobs:
             limits=output.limits,
             rates=self._rates.rates(),
             num_waiting_tokens=output.num_waiting_tokens,
+            step_tokens=output.step_tokens,
+            prompt_tokens=output.prompt_tokens,
         )
 
     async def set_limits(self, limits: PrefillLimits) -> PrefillLimits:
@@ -146,8 +151,10 @@ class PrefillJobs:
     ) -> AsyncGenerator[PrefillStarted | PrefillFinished, None]:
         """PrefillStarted, then PrefillFinished. Raises KVRelayError; closing or cancelling it frees everything."""
         self._check(request, target)
+        matcher = await matcher_of(request, self._matchers)
+        self._check_open()
         root = chain_root(self._model.fingerprint, self._model.layout.fingerprint, request.tenant_salt)
-        sequence = Sequence.create(request, root, self._model.layout.block_tokens)
+        sequence = Sequence.create(request, root, self._model.layout.block_tokens, matcher)
         job_id, progress = self._open_job()
         try:
             await progress.outcome(self._engine.submit(lambda core: core.submit(job_id, sequence)))
@@ -230,12 +237,15 @@ class PrefillJobs:
         self._metrics.handed_off(report)
         return report
 
-    def _check(self, request: NodeRequest, target: HandoffTarget | None) -> None:
-        """Raises InvalidRequestError or UnavailableError; what a coordinator of this release never causes."""
+    def _check_open(self) -> None:
         if self._draining:
             raise UnavailableError("this prefill node is draining; use another one")
         if self._engine.stuck(self._clock()):
             raise UnavailableError("this prefill node's engine is stuck; use another one")
+
+    def _check(self, request: NodeRequest, target: HandoffTarget | None) -> None:
+        """Raises InvalidRequestError or UnavailableError; what a coordinator of this release never causes."""
+        self._check_open()
         model, num_tokens = self._model, len(request.token_ids)
         if num_tokens > model.max_model_len:
             raise PromptTooLongError(f"{num_tokens} tokens are more than the model's {model.max_model_len}")

@@ -14,14 +14,15 @@ import grpc
 
 from kvrelay.errors import UnavailableError
 from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.credentials import ChannelTLS
 from prefill_node.turns import Turns
 
 MAX_IDLE_LINKS = 32  # decode nodes come and go under new addresses; those not seen for longest are let go
 
 
-def open_own(address: str) -> grpc.aio.Channel:
+def open_own(address: str, tls: ChannelTLS | None = None) -> grpc.aio.Channel:
     """A channel whose connection no other shares: a fresh one does not wait out the reconnect delay of its past."""
-    return open_channel(address, own_connection=True)
+    return open_channel(address, own_connection=True, tls=tls)
 
 
 @dataclass(slots=True, eq=False)

@@ -43,8 +43,8 @@ from bench.handoff.plan import (
 from bench.handoff.samples import Bar
 from bench.options import make_parser
 from bench.rounds import Part, Results, measure_all
+from kvrelay.certificates import make_certificates
 from kvrelay.demo_model import cache_directory, fetch, say_to_stderr
-from scripts.development_certificates import CertificatesError, make_certificates
 
 TITLES = {
     TRANSFER: "From pool to pool",
@@ -64,7 +64,7 @@ def main() -> int:
     results = Results({"machine": machine.describe()}, TITLES)
     effort = QUICK if options.quick else Effort()
     effort = replace(effort, num_rounds=options.repeat or effort.num_rounds)
-    with _certificates(results) as tls:
+    with _certificates() as tls:
         model = options.model or fetch()
         setting = Setting(effort, model, directory, tls, tuple(sorted(os.sched_getaffinity(0))))
         if TRANSFER in options.rows and not setting.mooncake.exists():
@@ -126,16 +126,12 @@ def _heading(setting: Setting, results: Results) -> str:
 
 
 @contextmanager
-def _certificates(results: Results) -> Iterator[tuple[Path, Path, Path] | None]:
-    """Files that live as long as the block; None, with the reason among what is not run, where none can be made."""
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            files = make_certificates(Path(directory))
-        except CertificatesError as error:
-            results.not_run[transfer.KVRELAY_TLS] = str(error)
-            yield None
-            return
-        yield files.ca, files.certificate, files.key
+def _certificates() -> Iterator[tuple[Path, Path, Path]]:
+    """Of a CA, a node and its key; files that live as long as the block."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_certificates(directory)
+        yield directory / "ca.pem", directory / "decode-node.pem", directory / "decode-node.key"
 
 
 def _options() -> argparse.Namespace:

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import overload, placements, reservations, scale, tails, targets
+from bench.sim import closed_loop, overload, placements, reservations, scale, tails, targets
 from bench.sim.tasks import Options
 
 ROWS: dict[str, Callable[[Options], str]] = {
@@ -17,6 +17,7 @@ ROWS: dict[str, Callable[[Options], str]] = {
     "targets": targets.report,
     "tails": tails.report,
     "overload": overload.report,
+    "forecasts": closed_loop.report,
     "scale": scale.report,
 }
 

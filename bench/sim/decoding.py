@@ -69,6 +69,7 @@ class DecodeNode:
             num_slots_free=max(0, limits.max_requests - self.num_requests) if is_open else 0,
             num_reservations=len(self._pending),
             num_waiting_tokens=sum(max(0, one.num_uncomputed - 1) for one in self._requests),
+            step_tokens=scheduler.bounds[1],
             limits=limits,
             rates=NodeRates(
                 prefill_tokens_per_s=1 / step.prompt_token_s if self._shape.tells_prompt_rate else 0.0,

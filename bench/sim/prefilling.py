@@ -11,6 +11,7 @@ from bench.sim.clock import VirtualClock
 from bench.sim.request import CountedSequence, SimRequest
 from bench.sim.shapes import NodeShape
 from kvrelay.cluster import NodeRates, NodeStatus
+from kvrelay.engine.adaptive import AdaptiveBound
 from kvrelay.engine.batch import Batch
 from kvrelay.errors import OverloadedError
 from kvrelay.kv.meeting import Meeting
@@ -59,7 +60,7 @@ class PrefillNode:
         self._core = PrefillCore(
             runner=_NoModel(),
             pool=self.pool,
-            scheduler=PrefillScheduler(shape.prefill_limits),
+            scheduler=PrefillScheduler(shape.prefill_limits, shape.marks and AdaptiveBound(shape.marks)),
             read_slab=lambda block_id: b"",
             block_tokens=shape.block_tokens,
             clock=lambda: clock.now,
@@ -85,13 +86,17 @@ class PrefillNode:
                 prefill_tokens_per_s=budget / step.of(0, budget), handoff_bytes_per_s=self._shape.link_bytes_per_s
             ),
             num_waiting_tokens=output.num_waiting_tokens,
+            step_tokens=output.step_tokens,
+            prompt_tokens=output.prompt_tokens,
         )
 
     def submit(self, request: SimRequest, busy: frozenset[InstanceId]) -> None:
         """Computes its prompt and hands it over, past what the decode node has. `busy` refused it before."""
-        self._command(lambda: self._submit(request, busy))
+        asked_at = self._clock.now
+        self._command(lambda: self._submit(request, busy, asked_at))
 
-    def _submit(self, request: SimRequest, busy: frozenset[InstanceId]) -> None:
+    def _submit(self, request: SimRequest, busy: frozenset[InstanceId], asked_at: float) -> None:
+        self._core.came(asked_at)
         job_id, sequence = JobId(self._num_jobs), request.sequence()
         self._num_jobs += 1
         try:

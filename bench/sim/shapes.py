@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.limits import DecodeLimits, PrefillLimits
+from kvrelay.limits import DecodeLimits, PrefillLimits, QueueMarks
 
 _DECODE_LIMITS = DecodeLimits(max_batch=256, max_batched_tokens=512, max_requests=512)
 _PREFILL_LIMITS = PrefillLimits(max_batched_tokens=512, chunk_tokens=512, max_prefills=4, max_waiting=4)
@@ -41,6 +41,7 @@ class NodeShape:
     tells_prompt_rate: bool = True  # decode nodes say how fast they compute prompts
     decode_limits: DecodeLimits = _DECODE_LIMITS
     prefill_limits: PrefillLimits = _PREFILL_LIMITS
+    marks: QueueMarks | None = None  # of waits, by which prefill steps adapt; None: they have what the limits say
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

@@ -40,6 +40,10 @@ class View:
         member.assign(num_tokens)
         self._caches[member.info.role].assigned(member.info.instance_id, request.prompt_hashes, self._clock.now)
 
+    def refused(self, member: Member, request: SimRequest) -> None:
+        """It had no place for the request after all."""
+        self._caches[member.info.role].refused(member.info.instance_id, request.prompt_hashes)
+
     def cached(self, role: Role, hashes: list[BlockHash]) -> dict[InstanceId, int]:
         return self._caches[role].match(hashes, self._clock.now)
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from coordinator.front_door import Answering
+from coordinator.response_cache import CachedAnswer
 from kvrelay.errors import error_of
 from kvrelay.inference import (
     ChoiceFinished,
@@ -58,6 +59,11 @@ class Answers:
     @property
     def num_choices(self) -> int:
         return self._n * len(self._prompts)
+
+    @property
+    def is_cached(self) -> bool:
+        """Nothing of it was computed anew."""
+        return all(isinstance(prompt, CachedAnswer) for prompt in self._prompts)
 
     @property
     def usage(self) -> Usage:

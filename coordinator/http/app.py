@@ -18,6 +18,7 @@ from coordinator.http.errors import ClientLeftError, NoMethodError, NoRouteError
 from coordinator.http.generate import Generating
 from coordinator.http.health import Health
 from coordinator.http.model_routes import Models
+from coordinator.http.openapi import openapi
 from coordinator.http.request_id import RequestIds
 from coordinator.http.tokens import Tokenizing
 from kvrelay.errors import KVRelayError
@@ -34,10 +35,12 @@ def make_app(door: FrontDoor, readiness: Readiness, authenticator: Authenticator
     routes = [
         Route("/v1/chat/completions", generating.chat, methods=["POST"]),
         Route("/v1/completions", generating.complete, methods=["POST"]),
+        Route("/v1/responses", generating.respond, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{name:path}", models.one),
         Route("/tokenize", tokenizing.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizing.detokenize, methods=["POST"]),
+        Route("/openapi.json", openapi),
         Route("/health", health.ready),
         Route("/ready", health.ready),
         Route("/live", health.live),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_json
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.http.errors import BodyTooLargeError, BodyTooSlowError, ClientLeftError, FieldError
@@ -33,6 +34,15 @@ class Fields(BaseModel):
             if fault := cls.refused[name].fault(value[name]):
                 raise PydanticCustomError(REFUSED, "{name} {fault}", {"name": name, "fault": fault})
         return {name: one for name, one in value.items() if name not in cls.refused}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the refused fields, which may say nothing."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, refused in cls.refused.items():
+            usual = [None, *refused.usual]
+            schema["properties"][name] = {"enum": usual, "description": f"Not served: {refused.why}."}
+        return schema
 
 
 F = TypeVar("F", bound=Fields)

@@ -3,39 +3,65 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from coordinator.http.errors import FieldError
-from coordinator.http.generation import GenerationFields
-from coordinator.http.messages import chat_messages
+from coordinator.http.generation import ChoicesFields
+from coordinator.http.messages import MESSAGES, chat_messages
 from coordinator.http.refused import CHAT, RefusedFields
+from coordinator.http.tools import ToolUse, tool_use
 from kvrelay.inference import ChatEnd, ChatPrompt
+from kvrelay.tool_prompt import ToolFormat
+
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    ]
+}
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(ChoicesFields):
     refused: ClassVar[RefusedFields] = CHAT
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], WithJsonSchema(MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs.")
-    parallel_tool_calls: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = Field(None, description="false: calls after the first are not told.")
     # vLLM's
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def prompt(self) -> ChatPrompt:
+    def tool_use(self, form: ToolFormat) -> ToolUse:
         """Raises FieldError."""
-        if self.add_special_tokens:
+        use = tool_use(self.tools, self.tool_choice, form, parallel=self.parallel_tool_calls is not False)
+        if use.structure is not None and self.structure() is not None:
             raise FieldError(
-                "add_special_tokens is true; a chat template writes the special tokens itself", "add_special_tokens"
+                "tool_choice asks for a call, and the answer is to be held to something else too; choose one",
+                "tool_choice",
             )
+        return use
+
+    def prompt(self, tools: str = "") -> ChatPrompt:
+        """`tools` is what the model is told of them. Raises FieldError."""
+        check_special_tokens(self.add_special_tokens)
         kwargs = json.dumps(self.chat_template_kwargs) if self.chat_template_kwargs else ""
         end = chat_end(self.add_generation_prompt, self.continue_final_message)
-        return ChatPrompt(chat_messages(self.messages), template_kwargs=kwargs, end=end)
+        return ChatPrompt(chat_messages(self.messages), tools, template_kwargs=kwargs, end=end)
 
     def most_tokens(self) -> int | None:
         """Raises FieldError where the old name and the new one say different things."""
@@ -53,6 +79,14 @@ class ChatRequest(GenerationFields):
         if self.top_logprobs:
             raise FieldError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true", "top_logprobs")
         return None
+
+
+def check_special_tokens(are_added: bool | None) -> None:
+    """Of a chat. Raises FieldError."""
+    if are_added:
+        raise FieldError(
+            "add_special_tokens is true; a chat template writes the special tokens itself", "add_special_tokens"
+        )
 
 
 def chat_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> ChatEnd:

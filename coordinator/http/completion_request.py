@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from coordinator.http.errors import FieldError
-from coordinator.http.generation import GenerationFields
+from coordinator.http.generation import ChoicesFields
 from coordinator.http.refused import COMPLETION, RefusedFields, shown
 from kvrelay.inference import TextPrompt, TokenPrompt
 
@@ -24,7 +24,7 @@ _PROMPTS = {
 }
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(ChoicesFields):
     refused: ClassVar[RefusedFields] = COMPLETION
 
     # Checked here, not by a union: that would go through a long list of ids once for each kind.

@@ -1,4 +1,4 @@
-"""What chat and completions have in common: how answers are drawn, when they end, and what holds for the request."""
+"""What chats, completions and responses have in common: how answers are drawn and end, what holds for the request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class GenerationFields(Fields):
     """null is as good as a field left out."""
 
     model: str | None = None
-    n: int | None = Field(None, description="Answers to each prompt, 1 to 128.")
-    max_tokens: int | None = None
     temperature: float | None = Field(None, description="0 to 2; 0 is greedy.")
     top_p: float | None = Field(None, description="Above 0, at most 1.")
     frequency_penalty: float | None = Field(None, description="-2 to 2.")
@@ -43,14 +41,12 @@ class GenerationFields(Fields):
     seed: int | None = Field(None, description="0 to 2**64 - 1.")
     stop: str | list[str] | None = Field(None, description="At most 16, each of 1 to 1,000 characters.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    response_format: ResponseFormat | None = None
     # vLLM's
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -81,20 +77,7 @@ class GenerationFields(Fields):
 
     @property
     def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    def check_stream_options(self) -> None:
-        """Raises FieldError."""
-        if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options is given, but stream is not true", "stream_options")
+        return 1
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Ranges are for SamplingParams.validate, which knows the vocabulary. Raises FieldError."""
@@ -115,8 +98,7 @@ class GenerationFields(Fields):
         found = list(structures(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar))
         if self.structured_outputs is not None:
             found += self.structured_outputs.structures()
-        formatted = self.response_format.structure() if self.response_format is not None else None
-        return only_one(found if formatted is None else [*found, formatted])
+        return only_one(found)
 
     def to_request(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> GenerateRequest:
         """Raises FieldError for what only this door says otherwise."""
@@ -151,6 +133,38 @@ class GenerationFields(Fields):
         if tier is not None:
             raise FieldError(f"priority and service_tier {self.service_tier!r} are both set; choose one", "priority")
         return -self.priority
+
+
+class ChoicesFields(GenerationFields):
+    """What chats and completions have, and responses have not."""
+
+    n: int | None = Field(None, description="Answers to each prompt, 1 to 128.")
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        """Raises FieldError."""
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options is given, but stream is not true", "stream_options")
+
+    def structure(self) -> StructuredOutput | None:
+        """Raises FieldError."""
+        formatted = self.response_format.structure() if self.response_format is not None else None
+        other = super().structure()
+        return only_one([one for one in (other, formatted) if one is not None])
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -11,6 +11,7 @@ from coordinator.text import CHAT_ROLES
 from kvrelay.inference import ChatMessage, ToolCall
 
 MAX_MESSAGES = 20_000
+MESSAGES = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1}  # as OpenAPI says it
 TEXT_PARTS = ("text", "input_text", "output_text")  # as chats, and as responses call them
 
 

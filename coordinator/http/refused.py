@@ -84,8 +84,6 @@ CHAT: RefusedFields = {
     "reasoning_effort": Refused("models are told by chat_template_kwargs how to reason"),
     "return_prompt_text": Refused("the reply is the answer alone", (False,)),
     "store": Refused("no conversation is stored", (False,)),
-    "tool_choice": Refused("answers are not read for calls of tools", ("none", "auto")),
-    "tools": Refused("answers are not read for calls of tools", ([],)),
     "verbosity": Refused("models are told in their messages how much to say", ("medium",)),
     "web_search_options": Refused("nothing is searched for"),
 }
@@ -95,6 +93,36 @@ COMPLETION: RefusedFields = {
     "best_of": Refused("n answers are computed and n are sent", (1,)),
     "prompt_embeds": Refused("prompts are text or token ids"),
     "suffix": Refused("models continue a prompt", ("",)),
+}
+
+RESPONSES: RefusedFields = {
+    **GENERATION,
+    "access_programs": Refused("there are none"),
+    "background": Refused("a response ends with its call, unless keep_s is given", (False,)),
+    "background_options": Refused("a response ends with its call, unless keep_s is given"),
+    "context_management": Refused("no conversation is stored"),
+    "conversation": Refused("no conversation is stored"),
+    "image": _NO_MEDIA,
+    "max_tool_calls": Refused("no tool is called here"),
+    "moderation": Refused("nothing is moderated"),
+    "previous_response_id": Refused("no response is stored; send the conversation in input"),
+    "prompt": Refused("no prompt is stored"),
+    "prompt_cache_options": Refused("prompt_cache_retention and cache_ttl_s say how long blocks are kept"),
+    "reasoning": Refused("reasoning is not told apart from the answer", ({},)),
+    "store": Refused("no response is stored", (False,)),
+    "stream_options": Refused("events come as they are", ({}, {"include_obfuscation": False})),
+    "truncation": Refused("no prompt is cut", ("disabled",)),
+}
+
+# Of text in a request for a response, and of one item of its input.
+RESPONSES_TEXT: RefusedFields = {
+    "verbosity": Refused("models are told in their messages how much to say", ("medium",)),
+}
+RESPONSES_ITEM: RefusedFields = {
+    "async": Refused("functions are called in turn", (False,)),
+    "caller": Refused("only the model calls functions"),
+    "namespace": Refused("functions have names alone"),
+    "phase": Refused("templates are given text"),
 }
 
 TOKENIZE: RefusedFields = {

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator.http.answers import Answers, Ended, Grew
+from coordinator.http.errors import error_body
 from coordinator.http.usage import usage_body
+from kvrelay.errors import KVRelayError
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import FinishReason
 
@@ -44,6 +46,22 @@ class WholeChoice:
     stop_string: str = ""
 
 
+class Reply(Protocol):
+    """To one request."""
+
+    answers: Answers
+    done: bytes  # what ends a stream that is complete
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises KVRelayError."""
+
+    def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Raises KVRelayError. Read instead of `whole`."""
+
+    def error(self, error: KVRelayError) -> dict[str, Any]:
+        """The last chunk of a stream that breaks."""
+
+
 class Shape(Protocol):
     """How one endpoint writes answers."""
 
@@ -57,11 +75,13 @@ class Shape(Protocol):
         """The last chunks of an answer."""
 
 
-class Reply:
-    """`kind` is the reply's "object", `chunk_kind` that of its chunks.
+class ChoicesReply:
+    """Of chats and completions. `kind` is the reply's "object", `chunk_kind` that of its chunks.
 
     `include_usage` asks for a last chunk with the usage, `continuous_usage` for it in each chunk.
     """
+
+    done = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -103,6 +123,9 @@ class Reply:
                     yield self._chunk_of([choice], with_usage=self._continuous_usage)
         if self._include_usage:
             yield self._chunk_of([], with_usage=True)
+
+    def error(self, error: KVRelayError) -> dict[str, Any]:
+        return error_body(error)
 
     def _chunk_of(self, choices: list[dict[str, Any]], *, with_usage: bool) -> dict[str, Any]:
         chunk = {**self._chunk, "choices": choices}

@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.errors import ClientLeftError, error_body
+from coordinator.http.errors import ClientLeftError
 from coordinator.http.reply import Reply
+from coordinator.response_cache import CACHE_HIT
 from kvrelay.errors import KVRelayError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # nothing on the way may hold events back
 
 
@@ -33,7 +33,7 @@ async def respond(request: Request, reply: Reply, *, stream: bool) -> Response:
     if stream:
         return await _begin_stream(request, reply)
     try:
-        return JSONResponse(await unless_left(request.receive, reply.whole()))
+        return JSONResponse(await unless_left(request.receive, reply.whole()), headers=_marks(reply))
     finally:
         reply.answers.left()
 
@@ -79,7 +79,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], reply: Reply) -> None:
-        super().__init__(headers=STREAM_HEADERS)
+        super().__init__(headers=STREAM_HEADERS | _marks(reply))
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
@@ -100,13 +100,17 @@ class EventStream(Response):
         try:
             async for chunk in self._chunks:
                 await _send(send, _event(chunk))
-            last = DONE
+            last = self._reply.done
         except KVRelayError as error:
-            last = _event(error_body(error))
+            last = _event(self._reply.error(error))
         except Exception:
             logger.exception("a stream broke")
-            last = _event(error_body(KVRelayError("the coordinator failed; its log says why")))
+            last = _event(self._reply.error(KVRelayError("the coordinator failed; its log says why")))
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _marks(reply: Reply) -> dict[str, str]:
+    return dict([CACHE_HIT]) if reply.answers.is_cached else {}
 
 
 async def _send(send: Send, body: bytes) -> None:
@@ -114,5 +118,6 @@ async def _send(send: Send, body: bytes) -> None:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    """JSON has no line break in it, so it is one line of data."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """JSON has no line break in it, so it is one line of data. Events of responses have a type, which is told first."""
+    name = b"event: %s\n" % value["type"].encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

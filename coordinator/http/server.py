@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -23,11 +24,12 @@ KEEP_ALIVE_S = 75  # longer than balancers in front keep a connection that is id
 class HttpServer:
     """`close` ends it, also after a failed start."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
         self.port = 0
         config = uvicorn.Config(
             app,
             http="h11",
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -36,6 +38,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
         )
+        self._scheme = "http" if tls is None else "https"
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -44,7 +47,7 @@ class HttpServer:
         listener = _listen(host, port)
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
-        logger.info("http on %s", base_url(host, self.port))
+        logger.info("http on %s", base_url(host, self.port, self._scheme))
 
     async def close(self) -> None:
         """Takes no more connections; replies under way have LINGER_S."""
@@ -71,8 +74,8 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def base_url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def base_url(host: str, port: int, scheme: str = "http") -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _listen(host: str, port: int) -> socket.socket:

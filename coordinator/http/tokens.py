@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.front_door import FrontDoor
 from coordinator.http.body import Fields, read_fields
-from coordinator.http.chat_request import chat_end
+from coordinator.http.chat_request import chat_end, check_special_tokens
 from coordinator.http.errors import FieldError
 from coordinator.http.logprobs import TokenWriter
 from coordinator.http.messages import chat_messages
@@ -36,10 +36,7 @@ class TokenizeRequest(Fields):
             raise FieldError("a text in prompt or a chat in messages is needed, and not both", "prompt")
         if self.prompt is not None:
             return TextPrompt(self.prompt, add_bos=self.add_special_tokens is not False)
-        if self.add_special_tokens:
-            raise FieldError(
-                "add_special_tokens is true; a chat template writes the special tokens itself", "add_special_tokens"
-            )
+        check_special_tokens(self.add_special_tokens)
         kwargs = json.dumps(self.chat_template_kwargs) if self.chat_template_kwargs else ""
         end = chat_end(self.add_generation_prompt, self.continue_final_message)
         return ChatPrompt(chat_messages(self.messages or []), template_kwargs=kwargs, end=end)

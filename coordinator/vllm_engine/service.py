@@ -21,6 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from coordinator.front_door import FrontDoor
 from coordinator.identity import Context, Identify
+from coordinator.response_cache import CACHE_HIT, CachedAnswer
 from coordinator.served_models import ServedModel
 from coordinator.vllm_engine.replies import Replies
 from coordinator.vllm_engine.reports import loads_to_pb, model_info_to_pb, server_info_to_pb
@@ -52,6 +53,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
         wanted = request_from_pb(request, _metadata(context))
         answer = await self._door.accept(wanted, self._identify(context))
+        if isinstance(answer, CachedAnswer):
+            await context.send_initial_metadata((CACHE_HIT,))
         replies = Replies(num_answers=wanted.n, stream=request.stream, stop_token_ids=wanted.sampling.stop_token_ids)
         try:
             async for event in answer.events():

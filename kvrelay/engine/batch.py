@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.engine.sequence import Sequence
+from kvrelay.errors import BadLogitsError, StructureError
+from kvrelay.sampling import GeneratedToken
 from kvrelay.types import BlockId
+
+# What a step gives a row: None where it does not reach its sequence's last token; an error is that row's alone.
+Drawn = GeneratedToken | BadLogitsError | StructureError | None
 
 
 @dataclass(frozen=True, slots=True)

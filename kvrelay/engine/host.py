@@ -6,30 +6,38 @@ A role brings its core and its requests; this starts what both kinds of node nee
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeInfo, NodeStatus
-from kvrelay.config import NodeConfig
 from kvrelay.engine.load import LoadedEngine, load_engine
 from kvrelay.engine.loop import EngineCore, EngineLoop
 from kvrelay.engine.metrics import NodeCollector, StoreClientCollector
+from kvrelay.errors import ModelFileError
 from kvrelay.kv.block_store import BlockStore
 from kvrelay.kv.chain import ChainBlock
 from kvrelay.kv.offload import Offloader
 from kvrelay.kv.open_store import open_store
 from kvrelay.kv.quiet import Quiet
+from kvrelay.matchers import Matchers, make_matchers
 from kvrelay.model.weight_source import WeightForms
+from kvrelay.role_config import NodeConfig
+from kvrelay.rpc.credentials import peer_tls
 from kvrelay.rpc.health import Readiness
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.node_service import NodeService
+from kvrelay.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.types import BlockHash, InstanceId, Role
+
+logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.25  # how often the engine's watchdog is asked; its own limit is far longer
 # Watchdog times that one step may hang before only a restart helps. A step that is merely slow (a machine that swaps, a
@@ -61,6 +69,8 @@ class EngineHost(Generic[C]):
         """
         self.engine: EngineLoop[C] = EngineLoop(self._load, deliver, watchdog_s=config.watchdog_s)
         self.readiness = Readiness()
+        self.matchers: Matchers | None = None  # of the model's tokenizer, once started; None without one
+        self.tls = peer_tls(config)
         self._quiet = Quiet()
         self._config = config
         self._instance_id = instance_id
@@ -83,8 +93,17 @@ class EngineHost(Generic[C]):
         """Loads the model and makes the core. Raises ModelFileError or ConfigError."""
         self.readiness = readiness
         self._closing.push_async_callback(self.engine.stop)
-        await self.engine.start()
+        reading = asyncio.create_task(asyncio.to_thread(_read_tokenizer, self._config.model))
+        try:
+            await self.engine.start()
+            tokenizer = await reading
+        finally:
+            reading.cancel()
         loaded = self.loaded
+        if tokenizer is not None:
+            self.matchers = await asyncio.to_thread(make_matchers, tokenizer, loaded.info.eos_token_ids)
+        if self.matchers is not None:
+            self._closing.callback(self.matchers.close)
         NodeCollector(self._registry, self.reported, lambda: loaded.pool.num_evictions)
         return loaded
 
@@ -105,7 +124,7 @@ class EngineHost(Generic[C]):
             return await self.engine.call(lambda core: read(core, block_hash))
 
         config, info = self._config, self.loaded.info
-        store = open_store(config.kvstore, config.kvstore_replicas, info.layout, info.fingerprint)
+        store = open_store(config.kvstore, config.kvstore_replicas, info.layout, info.fingerprint, self.tls)
         self._closing.push_async_callback(store.close)
         self._offloader = Offloader(store, read_block, quiet=self._quiet, batch_blocks=batch_blocks)
         self._closing.push_async_callback(self._offloader.close)
@@ -122,7 +141,7 @@ class EngineHost(Generic[C]):
         """Everything is there: joins the configured coordinators, if any, and sets readiness from now on."""
         info = NodeInfo(role, self._instance_id, address, self.loaded.info)
         cached = self.loaded.pool.named
-        self._memberships = Memberships(self._config.coordinator, info, self.reported, cached=cached)
+        self._memberships = Memberships(self._config.coordinator, info, self.reported, cached=cached, tls=self.tls)
         self._closing.push_async_callback(self._memberships.close)
         await self._memberships.start()
         self._look_at_health()
@@ -199,3 +218,12 @@ class EngineHost(Generic[C]):
             not (self.engine.died or hopeless),
             "the engine thread has ended" if self.engine.died else f"one engine step has taken {busy_s:.0f} s so far",
         )
+
+
+def _read_tokenizer(model: Path) -> Tokenizer | None:
+    """Only answers that are held to something need it: where there is none, the node serves the others."""
+    try:
+        return load_tokenizer(model)
+    except ModelFileError as error:
+        logger.warning("no answer can be held to a schema or a grammar: %s", error.message)
+        return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvrelay.kv.chain import GROUP_BLOCKS, Chain, ChainBlock, home_of
 from kvrelay.kv.hashing import block_hash, block_hashes
+from kvrelay.matcher import Matcher
 from kvrelay.messages import NodeRequest
 from kvrelay.types import BlockHash, BlockId, FinishReason
 
@@ -28,10 +29,15 @@ class Sequence:
     block_hashes: list[BlockHash]  # one for each full block of token_ids
     num_computed_tokens: int = 0
     num_registered_blocks: int = 0  # leading blocks whose hash the pool has been told
+    itl_target_s: float = 0.0  # that may pass between two of its tokens; 0: no matter how long
+    matcher: Matcher | None = None  # of what the answer is held to; has taken every output token
 
     @classmethod
-    def create(cls, request: NodeRequest, root: BlockHash, block_tokens: int) -> Sequence:
-        """A sequence without blocks; hashes every full block of the request's tokens."""
+    def create(
+        cls, request: NodeRequest, root: BlockHash, block_tokens: int, matcher: Matcher | None = None
+    ) -> Sequence:
+        """A sequence without blocks; hashes every full block of the request's tokens. `matcher` has taken those that
+        are output."""
         return cls(
             request=request,
             root=root,
@@ -40,6 +46,7 @@ class Sequence:
             num_prompt_tokens=request.num_prompt_tokens,
             block_table=[],
             block_hashes=block_hashes(root, request.token_ids, block_tokens),
+            matcher=matcher,
         )
 
     @property
@@ -66,6 +73,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Adds a drawn token; hashes the block it fills."""
         self.token_ids.append(token_id)
+        if self.matcher is not None:
+            self.matcher.advance((token_id,))
         if len(self.token_ids) % self.block_tokens == 0:
             parent = self.block_hashes[-1] if self.block_hashes else self.root
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_tokens :]))
@@ -99,8 +108,7 @@ class Sequence:
         """Whether the last token, a drawn one, ends the answer. Stop strings are the coordinator's affair."""
         sampling = self.request.sampling
         last = self.token_ids[-1]
-        stops = last in sampling.stop_token_ids or (not sampling.ignore_eos and last in eos_token_ids)
-        if stops and self.num_output_tokens >= sampling.min_tokens:
+        if sampling.ends_answer(last, self.num_output_tokens, eos_token_ids):
             return FinishReason.STOP
         if sampling.max_tokens is not None and self.num_output_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH

@@ -18,7 +18,8 @@ from kvrelay.kv.layout import KVLayout
 from kvrelay.pb import decode_pb2, kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import convert_kvstore, convert_types, raw
 from kvrelay.rpc.calls import Replies, answer
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.connection import Connection
+from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.types import BlockHash, Tier
 
 MAX_HASHES = 65_536  # of one Match or Get
@@ -31,16 +32,21 @@ class StoreClient(StoreHealth):
     `timeout_s` bounds the wait for each answer and for each message of blocks.
     """
 
-    def __init__(self, address: str, layout: KVLayout, model_fingerprint: str, *, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        layout: KVLayout,
+        model_fingerprint: str,
+        *,
+        timeout_s: float = 2.0,
+        tls: ChannelTLS | None = None,
+    ) -> None:
         super().__init__(f"kvstore {address}", timeout_s)
         self._slab_bytes = layout.slab_bytes
         self._namespace = kvstore_pb2.StoreNamespace(
             model_fingerprint=model_fingerprint, layout_fingerprint=layout.fingerprint
         )
-        self._channel = open_channel(address)
-        self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
-        self._get = raw.unary_stream(self._channel, raw.KV_TRANSFER, "Get")
-        self._put = raw.stream_unary(self._channel, raw.KV_TRANSFER, "Put")
+        self._connection = Connection(address, tls=tls)
 
     async def match(self, hashes: Sequence[BlockHash], chain: Chain | None = None) -> list[Tier]:
         """Tiers of the longest prefix of `hashes` that the store holds; [] on failure."""
@@ -62,7 +68,7 @@ class StoreClient(StoreHealth):
         if not hashes or not self._allowed():
             return
         request = kvstore_pb2.GetRequest(namespace=self._namespace, block_hashes=hashes[:MAX_HASHES])
-        call = self._get(request.SerializeToString())
+        call = raw.unary_stream(self._connection.channel, raw.KV_TRANSFER, "Get")(request.SerializeToString())
         try:
             async with Replies(call, bytes) as messages:
                 num_found = 0
@@ -91,8 +97,9 @@ class StoreClient(StoreHealth):
         if not slabs or not self._allowed():
             return 0
         timeout_s = self._timeout_s + sum(len(slab) for _, slab in slabs) / MIN_PUT_RATE
+        put = raw.stream_unary(self._connection.channel, raw.KV_TRANSFER, "Put")
         try:
-            reply = await answer(self._put(frame.pack(self._put_frames(slabs, places)), timeout=timeout_s), _put_reply)
+            reply = await answer(put(frame.pack(self._put_frames(slabs, places)), timeout=timeout_s), _put_reply)
         except KVRelayError as error:
             self._failed(error)
             return 0
@@ -100,14 +107,15 @@ class StoreClient(StoreHealth):
         return reply.num_stored
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._connection.close()
 
     async def _match(self, hashes: Sequence[BlockHash], *, each: bool) -> list[Tier]:
         if not hashes or not self._allowed():
             return []
         request = kvstore_pb2.MatchRequest(namespace=self._namespace, block_hashes=hashes[:MAX_HASHES], each=each)
+        stub = kvstore_pb2_grpc.KVStoreStub(self._connection.channel)
         try:
-            tiers = await answer(self._stub.Match(request, timeout=self._timeout_s), _match_tiers)
+            tiers = await answer(stub.Match(request, timeout=self._timeout_s), _match_tiers)
         except KVRelayError as error:
             self._failed(error)
             return []

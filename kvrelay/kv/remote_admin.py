@@ -13,6 +13,7 @@ from kvrelay.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import convert_kvstore
 from kvrelay.rpc.calls import Replies, StreamCall, UnaryCall, answer
 from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.types import BlockHash, Tier
 
 T = TypeVar("T")
@@ -24,10 +25,10 @@ WORK_TIMEOUT_S = 120.0  # of a delete, and between two signs of life of longer w
 class StoreAdmin:
     """Speaks to the kvstore at `address` (host:port). Belongs to one event loop. Everything raises KVRelayError."""
 
-    def __init__(self, address: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(self, address: str, *, timeout_s: float = CONTROL_TIMEOUT_S, tls: ChannelTLS | None = None) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls=tls)
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,5 @@
-"""What changes a row's logits before its token is drawn: bias, the bar on ending early, penalties. V vocabulary."""
+"""What changes a row's logits before its token is drawn: bias, what its answer is held to, the bar on ending early,
+penalties. V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvrelay.model.masks import bar, without
 from kvrelay.model.transfer import on_device
 from kvrelay.sampling import SamplingParams
 
@@ -22,6 +24,7 @@ class SamplingRow:
     token_ids: Sequence[int]  # prompt and output so far, the sequence's own: read when the draw is queued, never later
     num_prompt_tokens: int
     eos_token_ids: tuple[int, ...]
+    mask: bytes | None = None  # a bit for each token id that may follow, lowest first; None: all may
 
     @property
     def num_output_tokens(self) -> int:
@@ -33,7 +36,7 @@ class SamplingRow:
 
 
 def adjusts(row: SamplingRow) -> bool:
-    return bool(row.params.logit_bias) or _must_go_on(row) or _penalizes(row.params)
+    return bool(row.params.logit_bias) or row.mask is not None or _must_go_on(row) or _penalizes(row.params)
 
 
 def adjust(logits_V: Tensor, row: SamplingRow) -> None:
@@ -42,7 +45,9 @@ def adjust(logits_V: Tensor, row: SamplingRow) -> None:
     if params.logit_bias:
         bias = _floats(logits_V, list(params.logit_bias.values()))
         logits_V.index_add_(0, _ids(logits_V, list(params.logit_bias)), bias)
-    if _must_go_on(row):
+    if row.mask is not None:
+        bar(logits_V, without(row.mask, _held_back(row)))
+    elif _must_go_on(row):
         ending_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *row.eos_token_ids)
         logits_V.index_fill_(0, _ids(logits_V, ending_ids), float("-inf"))
     if _penalizes(params):
@@ -51,6 +56,13 @@ def adjust(logits_V: Tensor, row: SamplingRow) -> None:
 
 def _must_go_on(row: SamplingRow) -> bool:
     return row.num_output_tokens < row.params.min_tokens
+
+
+def _held_back(row: SamplingRow) -> list[int]:
+    """Ends of an answer that is held to something, to be drawn only where nothing else may follow."""
+    stops = row.params.stop_token_ids if _must_go_on(row) else ()
+    ends = row.eos_token_ids if row.params.ignore_eos or _must_go_on(row) else ()
+    return [*stops, *ends]
 
 
 def _penalizes(params: SamplingParams) -> bool:

@@ -1,7 +1,8 @@
 """Draws the next token of each row from its logits.
 
-The order is vLLM's: logit bias and min_tokens, then penalties, then temperature, min_p, top_k, top_p. The draw itself
-is a function of (seed, position) and the row's own logits: batch neighbours, node and earlier draws have no part in it.
+The order is vLLM's: logit bias, what the answer is held to and min_tokens, then penalties, then temperature, min_p,
+top_k, top_p. The draw itself is a function of (seed, position) and the row's own logits: batch neighbours, node and
+earlier draws have no part in it.
 
 All rows are drawn on the logits' device and reach the host as one table: one wait a step.
 Shape letters: N rows, V vocabulary, P rows that change or draw, L rows with log-probabilities, W columns of the table.

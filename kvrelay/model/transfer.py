@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
 def on_device(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | npt.NDArray[np.bool_],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """The values as a tensor, usable by whatever is queued on the device from now on.
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.pb import types_pb2 as kvrelay_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/pb/cluster.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"\"\n\x10SetWeightRequest\x12\x0e\n\x06weight\x18\x01 \x01(\x01\" \n\x0eSetWeightReply\x12\x0e\n\x06weight\x18\x01 \x01(\x01\"\x92\x01\n\nNodeJoined\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvrelay.pb.Role\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05model\x18\x04 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\"Z\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x10\n\x08reserved\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\r\"\xca\x03\n\nNodeStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.kvrelay.pb.BlockCounts\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x16\n\x0enum_slots_free\x18\x06 \x01(\r\x12\x18\n\x10num_reservations\x18\x07 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x12\n\ndisk_bytes\x18\t \x01(\x04\x12\x31\n\rdecode_limits\x18\n \x01(\x0b\x32\x18.kvrelay.pb.DecodeLimitsH\x00\x12\x33\n\x0eprefill_limits\x18\x0b \x01(\x0b\x32\x19.kvrelay.pb.PrefillLimitsH\x00\x12\x18\n\x10not_ready_reason\x18\x0c \x01(\t\x12$\n\x05rates\x18\r \x01(\x0b\x32\x15.kvrelay.pb.NodeRates\x12\x1a\n\x12num_waiting_tokens\x18\x0e \x01(\r\x12\x13\n\x06weight\x18\x0f \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06limitsB\t\n\x07_weight\"\x85\x01\n\tNodeRates\x12\x1c\n\x14prefill_tokens_per_s\x18\x01 \x01(\x01\x12\x1b\n\x13handoff_bytes_per_s\x18\x02 \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\x03 \x01(\x01\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\x12\x12\n\nstep_row_s\x18\x05 \x01(\x01\"M\n\x0b\x43\x61\x63heEvents\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.kvrelay.pb.CacheEvent\"\x9b\x01\n\nCacheEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.CachedBlocksH\x00\x12+\n\x07removed\x18\x02 \x01(\x0b\x32\x18.kvrelay.pb.CachedBlocksH\x00\x12+\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x18.kvrelay.pb.CacheClearedH\x00\x42\x07\n\x05\x65vent\"$\n\x0c\x43\x61\x63hedBlocks\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared\"\x92\x01\n\tNodeEvent\x12(\n\x06joined\x18\x01 \x01(\x0b\x32\x16.kvrelay.pb.NodeJoinedH\x00\x12(\n\x06status\x18\x02 \x01(\x0b\x32\x16.kvrelay.pb.NodeStatusH\x00\x12(\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.kvrelay.pb.CacheEventsH\x00\x42\x07\n\x05\x65vent\"/\n\x0cJoinAccepted\x12\x1f\n\x17\x63oordinator_instance_id\x18\x01 \x01(\t\"h\n\tJoinEvent\x12,\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.JoinAcceptedH\x00\x12$\n\x06resync\x18\x02 \x01(\x0b\x32\x12.kvrelay.pb.ResyncH\x00\x42\x07\n\x05\x65vent\"\x08\n\x06Resync\"\x12\n\x10GetStatusRequest\"i\n\nNodeReport\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.kvrelay.pb.NodeJoined\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.kvrelay.pb.NodeStatus\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"o\n\x0eGetStatusReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.kvrelay.pb.NodeReport\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\x32\x8a\x01\n\x07\x43luster\x12\x38\n\x04Join\x12\x15.kvrelay.pb.NodeEvent\x1a\x15.kvrelay.pb.JoinEvent(\x01\x30\x01\x12\x45\n\tGetStatus\x12\x1c.kvrelay.pb.GetStatusRequest\x1a\x1a.kvrelay.pb.GetStatusReply2M\n\x04Node\x12\x45\n\tSetWeight\x12\x1c.kvrelay.pb.SetWeightRequest\x1a\x1a.kvrelay.pb.SetWeightReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/pb/cluster.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"\"\n\x10SetWeightRequest\x12\x0e\n\x06weight\x18\x01 \x01(\x01\" \n\x0eSetWeightReply\x12\x0e\n\x06weight\x18\x01 \x01(\x01\"\x92\x01\n\nNodeJoined\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvrelay.pb.Role\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05model\x18\x04 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\"Z\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x10\n\x08reserved\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\r\"\xf6\x03\n\nNodeStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.kvrelay.pb.BlockCounts\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x16\n\x0enum_slots_free\x18\x06 \x01(\r\x12\x18\n\x10num_reservations\x18\x07 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x12\n\ndisk_bytes\x18\t \x01(\x04\x12\x31\n\rdecode_limits\x18\n \x01(\x0b\x32\x18.kvrelay.pb.DecodeLimitsH\x00\x12\x33\n\x0eprefill_limits\x18\x0b \x01(\x0b\x32\x19.kvrelay.pb.PrefillLimitsH\x00\x12\x18\n\x10not_ready_reason\x18\x0c \x01(\t\x12$\n\x05rates\x18\r \x01(\x0b\x32\x15.kvrelay.pb.NodeRates\x12\x1a\n\x12num_waiting_tokens\x18\x0e \x01(\r\x12\x13\n\x06weight\x18\x0f \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bstep_tokens\x18\x10 \x01(\r\x12\x15\n\rprompt_tokens\x18\x11 \x03(\rB\x08\n\x06limitsB\t\n\x07_weight\"\x85\x01\n\tNodeRates\x12\x1c\n\x14prefill_tokens_per_s\x18\x01 \x01(\x01\x12\x1b\n\x13handoff_bytes_per_s\x18\x02 \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\x03 \x01(\x01\x12\x0e\n\x06step_s\x18\x04 \x01(\x01\x12\x12\n\nstep_row_s\x18\x05 \x01(\x01\"M\n\x0b\x43\x61\x63heEvents\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.kvrelay.pb.CacheEvent\"\x9b\x01\n\nCacheEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.CachedBlocksH\x00\x12+\n\x07removed\x18\x02 \x01(\x0b\x32\x18.kvrelay.pb.CachedBlocksH\x00\x12+\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x18.kvrelay.pb.CacheClearedH\x00\x42\x07\n\x05\x65vent\"$\n\x0c\x43\x61\x63hedBlocks\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared\"\x92\x01\n\tNodeEvent\x12(\n\x06joined\x18\x01 \x01(\x0b\x32\x16.kvrelay.pb.NodeJoinedH\x00\x12(\n\x06status\x18\x02 \x01(\x0b\x32\x16.kvrelay.pb.NodeStatusH\x00\x12(\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.kvrelay.pb.CacheEventsH\x00\x42\x07\n\x05\x65vent\"/\n\x0cJoinAccepted\x12\x1f\n\x17\x63oordinator_instance_id\x18\x01 \x01(\t\"h\n\tJoinEvent\x12,\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.JoinAcceptedH\x00\x12$\n\x06resync\x18\x02 \x01(\x0b\x32\x12.kvrelay.pb.ResyncH\x00\x42\x07\n\x05\x65vent\"\x08\n\x06Resync\"\x12\n\x10GetStatusRequest\"i\n\nNodeReport\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.kvrelay.pb.NodeJoined\x12&\n\x06status\x18\x02 \x01(\x0b\x32\x16.kvrelay.pb.NodeStatus\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"o\n\x0eGetStatusReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.kvrelay.pb.NodeReport\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\x32\x8a\x01\n\x07\x43luster\x12\x38\n\x04Join\x12\x15.kvrelay.pb.NodeEvent\x1a\x15.kvrelay.pb.JoinEvent(\x01\x30\x01\x12\x45\n\tGetStatus\x12\x1c.kvrelay.pb.GetStatusRequest\x1a\x1a.kvrelay.pb.GetStatusReply2M\n\x04Node\x12\x45\n\tSetWeight\x12\x1c.kvrelay.pb.SetWeightRequest\x1a\x1a.kvrelay.pb.SetWeightReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,33 +41,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKCOUNTS']._serialized_start=283
   _globals['_BLOCKCOUNTS']._serialized_end=373
   _globals['_NODESTATUS']._serialized_start=376
-  _globals['_NODESTATUS']._serialized_end=834
-  _globals['_NODERATES']._serialized_start=837
-  _globals['_NODERATES']._serialized_end=970
-  _globals['_CACHEEVENTS']._serialized_start=972
-  _globals['_CACHEEVENTS']._serialized_end=1049
-  _globals['_CACHEEVENT']._serialized_start=1052
-  _globals['_CACHEEVENT']._serialized_end=1207
-  _globals['_CACHEDBLOCKS']._serialized_start=1209
-  _globals['_CACHEDBLOCKS']._serialized_end=1245
-  _globals['_CACHECLEARED']._serialized_start=1247
-  _globals['_CACHECLEARED']._serialized_end=1261
-  _globals['_NODEEVENT']._serialized_start=1264
-  _globals['_NODEEVENT']._serialized_end=1410
-  _globals['_JOINACCEPTED']._serialized_start=1412
-  _globals['_JOINACCEPTED']._serialized_end=1459
-  _globals['_JOINEVENT']._serialized_start=1461
-  _globals['_JOINEVENT']._serialized_end=1565
-  _globals['_RESYNC']._serialized_start=1567
-  _globals['_RESYNC']._serialized_end=1575
-  _globals['_GETSTATUSREQUEST']._serialized_start=1577
-  _globals['_GETSTATUSREQUEST']._serialized_end=1595
-  _globals['_NODEREPORT']._serialized_start=1597
-  _globals['_NODEREPORT']._serialized_end=1702
-  _globals['_GETSTATUSREPLY']._serialized_start=1704
-  _globals['_GETSTATUSREPLY']._serialized_end=1815
-  _globals['_CLUSTER']._serialized_start=1818
-  _globals['_CLUSTER']._serialized_end=1956
-  _globals['_NODE']._serialized_start=1958
-  _globals['_NODE']._serialized_end=2035
+  _globals['_NODESTATUS']._serialized_end=878
+  _globals['_NODERATES']._serialized_start=881
+  _globals['_NODERATES']._serialized_end=1014
+  _globals['_CACHEEVENTS']._serialized_start=1016
+  _globals['_CACHEEVENTS']._serialized_end=1093
+  _globals['_CACHEEVENT']._serialized_start=1096
+  _globals['_CACHEEVENT']._serialized_end=1251
+  _globals['_CACHEDBLOCKS']._serialized_start=1253
+  _globals['_CACHEDBLOCKS']._serialized_end=1289
+  _globals['_CACHECLEARED']._serialized_start=1291
+  _globals['_CACHECLEARED']._serialized_end=1305
+  _globals['_NODEEVENT']._serialized_start=1308
+  _globals['_NODEEVENT']._serialized_end=1454
+  _globals['_JOINACCEPTED']._serialized_start=1456
+  _globals['_JOINACCEPTED']._serialized_end=1503
+  _globals['_JOINEVENT']._serialized_start=1505
+  _globals['_JOINEVENT']._serialized_end=1609
+  _globals['_RESYNC']._serialized_start=1611
+  _globals['_RESYNC']._serialized_end=1619
+  _globals['_GETSTATUSREQUEST']._serialized_start=1621
+  _globals['_GETSTATUSREQUEST']._serialized_end=1639
+  _globals['_NODEREPORT']._serialized_start=1641
+  _globals['_NODEREPORT']._serialized_end=1746
+  _globals['_GETSTATUSREPLY']._serialized_start=1748
+  _globals['_GETSTATUSREPLY']._serialized_end=1859
+  _globals['_CLUSTER']._serialized_start=1862
+  _globals['_CLUSTER']._serialized_end=2000
+  _globals['_NODE']._serialized_start=2002
+  _globals['_NODE']._serialized_end=2079
 # @@protoc_insertion_point(module_scope)

@@ -158,6 +158,8 @@ class NodeStatus(_message.Message):
     RATES_FIELD_NUMBER: _builtins.int
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """False before warm-up is done, while stuck, and while draining."""
     draining: _builtins.bool
@@ -180,6 +182,8 @@ class NodeStatus(_message.Message):
     """Prompt tokens that wait here or are being computed and are not cached: what a new prompt stands behind."""
     weight: _builtins.float
     """Its part of the requests beside other nodes' weights, in [0, 100]; 0: none. Unset: 1."""
+    step_tokens: _builtins.int
+    """Prompt tokens that its next step computes at most, beside the sequences that run; 0 where it does not tell."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts:
         """Of the node's pool; zeros on a kvstore."""
@@ -195,6 +199,10 @@ class NodeStatus(_message.Message):
     @_builtins.property
     def rates(self) -> Global___NodeRates:
         """What it measured of itself lately; unset on other roles and until it has measured anything."""
+
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of num_waiting_tokens each prompt's, in order of arrival (prefill nodes). The first 64; empty where it does not tell."""
 
     def __init__(
         self,
@@ -214,10 +222,12 @@ class NodeStatus(_message.Message):
         rates: Global___NodeRates | None = ...,
         num_waiting_tokens: _builtins.int = ...,
         weight: _builtins.float | None = ...,
+        step_tokens: _builtins.int = ...,
+        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "blocks", b"blocks", "decode_limits", b"decode_limits", "limits", b"limits", "prefill_limits", b"prefill_limits", "rates", b"rates", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "not_ready_reason", b"not_ready_reason", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_limits", b"prefill_limits", "rates", b"rates", "ready", b"ready", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "blocks", b"blocks", "decode_limits", b"decode_limits", "disk_bytes", b"disk_bytes", "draining", b"draining", "limits", b"limits", "memory_bytes", b"memory_bytes", "not_ready_reason", b"not_ready_reason", "num_reservations", b"num_reservations", "num_running", b"num_running", "num_slots_free", b"num_slots_free", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_limits", b"prefill_limits", "prompt_tokens", b"prompt_tokens", "rates", b"rates", "ready", b"ready", "step_tokens", b"step_tokens", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015

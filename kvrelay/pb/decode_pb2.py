@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.pb import types_pb2 as kvrelay_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/pb/decode.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"f\n\x0eReserveRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.pb.NodeRequest\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x16\n\x0enum_tokens_now\x18\x03 \x01(\r\"g\n\x0cReserveReply\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"&\n\x0cRenewRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x1d\n\nRenewReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"(\n\x0eReleaseRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"G\n\rDecodeRequest\x12(\n\x06wanted\x18\x01 \x03(\x0b\x32\x18.kvrelay.pb.AnswerWanted\x12\x0c\n\x04left\x18\x02 \x03(\x04\"_\n\x0c\x41nswerWanted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63ompute_tail\x18\x03 \x01(\x08\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\x8a\x01\n\x0b\x44\x65\x63odeReply\x12/\n\rwith_logprobs\x18\x01 \x03(\x0b\x32\x18.kvrelay.pb.AnswerTokens\x12&\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x17.kvrelay.pb.AnswerEnded\x12\x0f\n\x07handles\x18\x03 \x03(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"]\n\x0c\x41nswerTokens\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.pb.StepLogprobs\"y\n\x0b\x41nswerEnded\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1a.kvrelay.pb.DecodeFinishedH\x00\x12#\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x11.kvrelay.pb.ErrorH\x00\x42\x05\n\x03\x65nd\"w\n\x0e\x44\x65\x63odeFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12(\n\x06\x63\x61\x63hed\x18\x02 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\"\xac\x01\n\x0cHandoffBegin\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\"v\n\nHandoffEnd\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x03 \x01(\r\x12*\n\x08logprobs\x18\x04 \x01(\x0b\x32\x18.kvrelay.pb.StepLogprobs\">\n\x0cReceiveEvent\x12\x1b\n\x13num_blocks_received\x18\x01 \x01(\r\x12\x11\n\tcommitted\x18\x02 \x01(\x08\"4\n\x0b\x46orkRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"B\n\x16SetDecodeLimitsRequest\x12(\n\x06limits\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.DecodeLimits\"@\n\x14SetDecodeLimitsReply\x12(\n\x06limits\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.DecodeLimits2\x95\x03\n\x06\x44\x65\x63ode\x12?\n\x07Reserve\x12\x1a.kvrelay.pb.ReserveRequest\x1a\x18.kvrelay.pb.ReserveReply\x12\x39\n\x05Renew\x12\x18.kvrelay.pb.RenewRequest\x1a\x16.kvrelay.pb.RenewReply\x12?\n\x07Release\x12\x1a.kvrelay.pb.ReleaseRequest\x1a\x18.kvrelay.pb.ReleaseReply\x12@\n\x06\x44\x65\x63ode\x12\x19.kvrelay.pb.DecodeRequest\x1a\x17.kvrelay.pb.DecodeReply(\x01\x30\x01\x12\x39\n\x04\x46ork\x12\x17.kvrelay.pb.ForkRequest\x1a\x18.kvrelay.pb.ReserveReply\x12Q\n\tSetLimits\x12\".kvrelay.pb.SetDecodeLimitsRequest\x1a .kvrelay.pb.SetDecodeLimitsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/pb/decode.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"|\n\x0eReserveRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.pb.NodeRequest\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x16\n\x0enum_tokens_now\x18\x03 \x01(\r\x12\x14\n\x0citl_target_s\x18\x04 \x01(\x01\"g\n\x0cReserveReply\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"&\n\x0cRenewRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x1d\n\nRenewReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"(\n\x0eReleaseRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"G\n\rDecodeRequest\x12(\n\x06wanted\x18\x01 \x03(\x0b\x32\x18.kvrelay.pb.AnswerWanted\x12\x0c\n\x04left\x18\x02 \x03(\x04\"_\n\x0c\x41nswerWanted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63ompute_tail\x18\x03 \x01(\x08\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\x8a\x01\n\x0b\x44\x65\x63odeReply\x12/\n\rwith_logprobs\x18\x01 \x03(\x0b\x32\x18.kvrelay.pb.AnswerTokens\x12&\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x17.kvrelay.pb.AnswerEnded\x12\x0f\n\x07handles\x18\x03 \x03(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"]\n\x0c\x41nswerTokens\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.pb.StepLogprobs\"y\n\x0b\x41nswerEnded\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1a.kvrelay.pb.DecodeFinishedH\x00\x12#\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x11.kvrelay.pb.ErrorH\x00\x42\x05\n\x03\x65nd\"w\n\x0e\x44\x65\x63odeFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12(\n\x06\x63\x61\x63hed\x18\x02 \x01(\x0b\x32\x18.kvrelay.pb.CachedTokens\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\"\xac\x01\n\x0cHandoffBegin\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\"v\n\nHandoffEnd\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x03 \x01(\r\x12*\n\x08logprobs\x18\x04 \x01(\x0b\x32\x18.kvrelay.pb.StepLogprobs\">\n\x0cReceiveEvent\x12\x1b\n\x13num_blocks_received\x18\x01 \x01(\r\x12\x11\n\tcommitted\x18\x02 \x01(\x08\"4\n\x0b\x46orkRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"B\n\x16SetDecodeLimitsRequest\x12(\n\x06limits\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.DecodeLimits\"@\n\x14SetDecodeLimitsReply\x12(\n\x06limits\x18\x01 \x01(\x0b\x32\x18.kvrelay.pb.DecodeLimits2\x95\x03\n\x06\x44\x65\x63ode\x12?\n\x07Reserve\x12\x1a.kvrelay.pb.ReserveRequest\x1a\x18.kvrelay.pb.ReserveReply\x12\x39\n\x05Renew\x12\x18.kvrelay.pb.RenewRequest\x1a\x16.kvrelay.pb.RenewReply\x12?\n\x07Release\x12\x1a.kvrelay.pb.ReleaseRequest\x1a\x18.kvrelay.pb.ReleaseReply\x12@\n\x06\x44\x65\x63ode\x12\x19.kvrelay.pb.DecodeRequest\x1a\x17.kvrelay.pb.DecodeReply(\x01\x30\x01\x12\x39\n\x04\x46ork\x12\x17.kvrelay.pb.ForkRequest\x1a\x18.kvrelay.pb.ReserveReply\x12Q\n\tSetLimits\x12\".kvrelay.pb.SetDecodeLimitsRequest\x1a .kvrelay.pb.SetDecodeLimitsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,41 +33,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.pb.decode_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=63
-  _globals['_RESERVEREQUEST']._serialized_end=165
-  _globals['_RESERVEREPLY']._serialized_start=167
-  _globals['_RESERVEREPLY']._serialized_end=270
-  _globals['_RENEWREQUEST']._serialized_start=272
-  _globals['_RENEWREQUEST']._serialized_end=310
-  _globals['_RENEWREPLY']._serialized_start=312
-  _globals['_RENEWREPLY']._serialized_end=341
-  _globals['_RELEASEREQUEST']._serialized_start=343
-  _globals['_RELEASEREQUEST']._serialized_end=383
-  _globals['_RELEASEREPLY']._serialized_start=385
-  _globals['_RELEASEREPLY']._serialized_end=399
-  _globals['_DECODEREQUEST']._serialized_start=401
-  _globals['_DECODEREQUEST']._serialized_end=472
-  _globals['_ANSWERWANTED']._serialized_start=474
-  _globals['_ANSWERWANTED']._serialized_end=569
-  _globals['_DECODEREPLY']._serialized_start=572
-  _globals['_DECODEREPLY']._serialized_end=710
-  _globals['_ANSWERTOKENS']._serialized_start=712
-  _globals['_ANSWERTOKENS']._serialized_end=805
-  _globals['_ANSWERENDED']._serialized_start=807
-  _globals['_ANSWERENDED']._serialized_end=928
-  _globals['_DECODEFINISHED']._serialized_start=930
-  _globals['_DECODEFINISHED']._serialized_end=1049
-  _globals['_HANDOFFBEGIN']._serialized_start=1052
-  _globals['_HANDOFFBEGIN']._serialized_end=1224
-  _globals['_HANDOFFEND']._serialized_start=1226
-  _globals['_HANDOFFEND']._serialized_end=1344
-  _globals['_RECEIVEEVENT']._serialized_start=1346
-  _globals['_RECEIVEEVENT']._serialized_end=1408
-  _globals['_FORKREQUEST']._serialized_start=1410
-  _globals['_FORKREQUEST']._serialized_end=1462
-  _globals['_SETDECODELIMITSREQUEST']._serialized_start=1464
-  _globals['_SETDECODELIMITSREQUEST']._serialized_end=1530
-  _globals['_SETDECODELIMITSREPLY']._serialized_start=1532
-  _globals['_SETDECODELIMITSREPLY']._serialized_end=1596
-  _globals['_DECODE']._serialized_start=1599
-  _globals['_DECODE']._serialized_end=2004
+  _globals['_RESERVEREQUEST']._serialized_end=187
+  _globals['_RESERVEREPLY']._serialized_start=189
+  _globals['_RESERVEREPLY']._serialized_end=292
+  _globals['_RENEWREQUEST']._serialized_start=294
+  _globals['_RENEWREQUEST']._serialized_end=332
+  _globals['_RENEWREPLY']._serialized_start=334
+  _globals['_RENEWREPLY']._serialized_end=363
+  _globals['_RELEASEREQUEST']._serialized_start=365
+  _globals['_RELEASEREQUEST']._serialized_end=405
+  _globals['_RELEASEREPLY']._serialized_start=407
+  _globals['_RELEASEREPLY']._serialized_end=421
+  _globals['_DECODEREQUEST']._serialized_start=423
+  _globals['_DECODEREQUEST']._serialized_end=494
+  _globals['_ANSWERWANTED']._serialized_start=496
+  _globals['_ANSWERWANTED']._serialized_end=591
+  _globals['_DECODEREPLY']._serialized_start=594
+  _globals['_DECODEREPLY']._serialized_end=732
+  _globals['_ANSWERTOKENS']._serialized_start=734
+  _globals['_ANSWERTOKENS']._serialized_end=827
+  _globals['_ANSWERENDED']._serialized_start=829
+  _globals['_ANSWERENDED']._serialized_end=950
+  _globals['_DECODEFINISHED']._serialized_start=952
+  _globals['_DECODEFINISHED']._serialized_end=1071
+  _globals['_HANDOFFBEGIN']._serialized_start=1074
+  _globals['_HANDOFFBEGIN']._serialized_end=1246
+  _globals['_HANDOFFEND']._serialized_start=1248
+  _globals['_HANDOFFEND']._serialized_end=1366
+  _globals['_RECEIVEEVENT']._serialized_start=1368
+  _globals['_RECEIVEEVENT']._serialized_end=1430
+  _globals['_FORKREQUEST']._serialized_start=1432
+  _globals['_FORKREQUEST']._serialized_end=1484
+  _globals['_SETDECODELIMITSREQUEST']._serialized_start=1486
+  _globals['_SETDECODELIMITSREQUEST']._serialized_end=1552
+  _globals['_SETDECODELIMITSREPLY']._serialized_start=1554
+  _globals['_SETDECODELIMITSREPLY']._serialized_end=1618
+  _globals['_DECODE']._serialized_start=1621
+  _globals['_DECODE']._serialized_end=2026
 # @@protoc_insertion_point(module_scope)

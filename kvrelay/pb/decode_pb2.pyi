@@ -28,11 +28,16 @@ class ReserveRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_NOW_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_S_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Positions to hold, token_ids and answer together."""
     num_tokens_now: _builtins.int
     """Of these, positions to set aside at once, more than token_ids; the rest is taken as the answer grows, as far as it
     is to be had. 0: as many as the node's own limits say.
+    """
+    itl_target_s: _builtins.float
+    """Seconds that may pass between two tokens of the answer, at least 0: while it runs, prompts that are computed beside it
+    get no more of a step than that leaves them. 0: no bound but the node's own.
     """
     @_builtins.property
     def request(self) -> _types_pb2.NodeRequest:
@@ -44,10 +49,11 @@ class ReserveRequest(_message.Message):
         request: _types_pb2.NodeRequest | None = ...,
         num_tokens: _builtins.int = ...,
         num_tokens_now: _builtins.int = ...,
+        itl_target_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "num_tokens_now", b"num_tokens_now", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_target_s", b"itl_target_s", "num_tokens", b"num_tokens", "num_tokens_now", b"num_tokens_now", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

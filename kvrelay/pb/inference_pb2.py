@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvrelay.pb import types_pb2 as kvrelay_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/pb/inference.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"<\n\x08ToolCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"z\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvrelay.pb.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"{\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.pb.ChatMessage\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12 \n\x03\x65nd\x18\x04 \x01(\x0e\x32\x13.kvrelay.pb.ChatEnd\"\xf4\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.pb.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvrelay.pb.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\x14\n\x0cpublic_cache\x18\t \x01(\t\x12\x18\n\x0b\x63\x61\x63he_ttl_s\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x15\n\x08priority\x18\x0b \x01(\x11H\x03\x88\x01\x01\x12\x1a\n\rttft_target_s\x18\x0c \x01(\x01H\x04\x88\x01\x01\x12\x19\n\x0citl_target_s\x18\r \x01(\x01H\x05\x88\x01\x01\x12\x13\n\x0b\x62\x65st_effort\x18\x0e \x01(\x08\x12\x0e\n\x06keep_s\x18\x0f \x01(\x01\x12\x13\n\x0bwithout_bos\x18\x10 \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x0e\n\x0c_cache_ttl_sB\x0b\n\t_priorityB\x10\n\x0e_ttft_target_sB\x0f\n\r_itl_target_s\"^\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"m\n\x0fTokensGenerated\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.pb.StepLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"y\n\x0e\x43hoiceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\"\xfe\x01\n\x0fRequestFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvrelay.pb.Usage\x12\"\n\x06timing\x18\x03 \x01(\x0b\x32\x12.kvrelay.pb.Timing\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bstop_string\x18\x07 \x01(\t\x12\x0f\n\x07retries\x18\x08 \x01(\r\x12\x13\n\x0bprefix_hash\x18\t \x01(\x0c\"1\n\rRequestFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.kvrelay.pb.Error\"\x8d\x02\n\rGenerateEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvrelay.pb.RequestAcceptedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.kvrelay.pb.TokensGeneratedH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.kvrelay.pb.RequestFinishedH\x00\x12+\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x19.kvrelay.pb.RequestFailedH\x00\x12\x35\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1a.kvrelay.pb.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"p\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x12\x13\n\x0bwithout_bos\x18\x04 \x01(\x08\x42\x07\n\x05input\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"Q\n\rGetModelReply\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"P\n\x0bListedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\r\n\x05ready\x18\x03 \x01(\x08\":\n\x0fListModelsReply\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.kvrelay.pb.ListedModel\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"6\n\x08LifeStep\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"j\n\x08\x46orecast\x12\x18\n\x10predicted_ttft_s\x18\x01 \x01(\x01\x12\x15\n\ractual_ttft_s\x18\x02 \x01(\x01\x12\x17\n\x0fpredicted_itl_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x61\x63tual_itl_s\x18\x04 \x01(\x01\"\x9c\x03\n\x0c\x45xplainReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12 \n\x05\x65rror\x18\x05 \x01(\x0b\x32\x11.kvrelay.pb.Error\x12#\n\x05steps\x18\x06 \x03(\x0b\x32\x14.kvrelay.pb.LifeStep\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.kvrelay.pb.Usage\x12\"\n\x06timing\x18\x08 \x01(\x0b\x32\x12.kvrelay.pb.Timing\x12\x14\n\x0cprefill_node\x18\t \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\n \x01(\t\x12\x1a\n\x12\x63omputed_on_decode\x18\x0b \x01(\x08\x12\x12\n\nnum_blocks\x18\x0c \x01(\r\x12\x15\n\rhandoff_bytes\x18\r \x01(\x04\x12\x0f\n\x07retries\x18\x0e \x01(\r\x12&\n\x08\x66orecast\x18\x0f \x01(\x0b\x32\x14.kvrelay.pb.Forecast\x12\x12\n\nconsidered\x18\x10 \x03(\t*O\n\x07\x43hatEnd\x12\x13\n\x0f\x43HAT_END_ANSWER\x10\x00\x12\x19\n\x15\x43HAT_END_LAST_MESSAGE\x10\x01\x12\x14\n\x10\x43HAT_END_NOTHING\x10\x02\x32\xec\x03\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvrelay.pb.GenerateRequest\x1a\x19.kvrelay.pb.GenerateEvent0\x01\x12\x42\n\x08Tokenize\x12\x1b.kvrelay.pb.TokenizeRequest\x1a\x19.kvrelay.pb.TokenizeReply\x12H\n\nDetokenize\x12\x1d.kvrelay.pb.DetokenizeRequest\x1a\x1b.kvrelay.pb.DetokenizeReply\x12\x42\n\x08GetModel\x12\x1b.kvrelay.pb.GetModelRequest\x1a\x19.kvrelay.pb.GetModelReply\x12H\n\nListModels\x12\x1d.kvrelay.pb.ListModelsRequest\x1a\x1b.kvrelay.pb.ListModelsReply\x12<\n\x06\x43\x61ncel\x12\x19.kvrelay.pb.CancelRequest\x1a\x17.kvrelay.pb.CancelReply\x12?\n\x07\x45xplain\x12\x1a.kvrelay.pb.ExplainRequest\x1a\x18.kvrelay.pb.ExplainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/pb/inference.proto\x12\nkvrelay.pb\x1a\x16kvrelay/pb/types.proto\"<\n\x08ToolCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"z\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvrelay.pb.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\"{\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.pb.ChatMessage\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12 \n\x03\x65nd\x18\x04 \x01(\x0e\x32\x13.kvrelay.pb.ChatEnd\"\xf4\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.pb.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvrelay.pb.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x01\x88\x01\x01\x12\x14\n\x0cpublic_cache\x18\t \x01(\t\x12\x18\n\x0b\x63\x61\x63he_ttl_s\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x15\n\x08priority\x18\x0b \x01(\x11H\x03\x88\x01\x01\x12\x1a\n\rttft_target_s\x18\x0c \x01(\x01H\x04\x88\x01\x01\x12\x19\n\x0citl_target_s\x18\r \x01(\x01H\x05\x88\x01\x01\x12\x13\n\x0b\x62\x65st_effort\x18\x0e \x01(\x08\x12\x0e\n\x06keep_s\x18\x0f \x01(\x01\x12\x13\n\x0bwithout_bos\x18\x10 \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x0e\n\x0c_cache_ttl_sB\x0b\n\t_priorityB\x10\n\x0e_ttft_target_sB\x0f\n\r_itl_target_s\"^\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\"m\n\x0fTokensGenerated\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.kvrelay.pb.StepLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"y\n\x0e\x43hoiceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\"\x9b\x02\n\x0fRequestFinished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.pb.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvrelay.pb.Usage\x12\"\n\x06timing\x18\x03 \x01(\x0b\x32\x12.kvrelay.pb.Timing\x12\x14\n\x0cprefill_node\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x05 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bstop_string\x18\x07 \x01(\t\x12\x0f\n\x07retries\x18\x08 \x01(\r\x12\x13\n\x0bprefix_hash\x18\t \x01(\x0c\x12\x1b\n\x13\x66rom_response_cache\x18\n \x01(\x08\"1\n\rRequestFailed\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.kvrelay.pb.Error\"\x8d\x02\n\rGenerateEvent\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvrelay.pb.RequestAcceptedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.kvrelay.pb.TokensGeneratedH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.kvrelay.pb.RequestFinishedH\x00\x12+\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x19.kvrelay.pb.RequestFailedH\x00\x12\x35\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1a.kvrelay.pb.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"p\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvrelay.pb.ChatH\x00\x12\x13\n\x0bwithout_bos\x18\x04 \x01(\x08\x42\x07\n\x05input\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"Q\n\rGetModelReply\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"P\n\x0bListedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.kvrelay.pb.ModelInfo\x12\r\n\x05ready\x18\x03 \x01(\x08\":\n\x0fListModelsReply\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.kvrelay.pb.ListedModel\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"6\n\x08LifeStep\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"j\n\x08\x46orecast\x12\x18\n\x10predicted_ttft_s\x18\x01 \x01(\x01\x12\x15\n\ractual_ttft_s\x18\x02 \x01(\x01\x12\x17\n\x0fpredicted_itl_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x61\x63tual_itl_s\x18\x04 \x01(\x01\"\x9c\x03\n\x0c\x45xplainReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12 \n\x05\x65rror\x18\x05 \x01(\x0b\x32\x11.kvrelay.pb.Error\x12#\n\x05steps\x18\x06 \x03(\x0b\x32\x14.kvrelay.pb.LifeStep\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.kvrelay.pb.Usage\x12\"\n\x06timing\x18\x08 \x01(\x0b\x32\x12.kvrelay.pb.Timing\x12\x14\n\x0cprefill_node\x18\t \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\n \x01(\t\x12\x1a\n\x12\x63omputed_on_decode\x18\x0b \x01(\x08\x12\x12\n\nnum_blocks\x18\x0c \x01(\r\x12\x15\n\rhandoff_bytes\x18\r \x01(\x04\x12\x0f\n\x07retries\x18\x0e \x01(\r\x12&\n\x08\x66orecast\x18\x0f \x01(\x0b\x32\x14.kvrelay.pb.Forecast\x12\x12\n\nconsidered\x18\x10 \x03(\t*O\n\x07\x43hatEnd\x12\x13\n\x0f\x43HAT_END_ANSWER\x10\x00\x12\x19\n\x15\x43HAT_END_LAST_MESSAGE\x10\x01\x12\x14\n\x10\x43HAT_END_NOTHING\x10\x02\x32\xec\x03\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvrelay.pb.GenerateRequest\x1a\x19.kvrelay.pb.GenerateEvent0\x01\x12\x42\n\x08Tokenize\x12\x1b.kvrelay.pb.TokenizeRequest\x1a\x19.kvrelay.pb.TokenizeReply\x12H\n\nDetokenize\x12\x1d.kvrelay.pb.DetokenizeRequest\x1a\x1b.kvrelay.pb.DetokenizeReply\x12\x42\n\x08GetModel\x12\x1b.kvrelay.pb.GetModelRequest\x1a\x19.kvrelay.pb.GetModelReply\x12H\n\nListModels\x12\x1d.kvrelay.pb.ListModelsRequest\x1a\x1b.kvrelay.pb.ListModelsReply\x12<\n\x06\x43\x61ncel\x12\x19.kvrelay.pb.CancelRequest\x1a\x17.kvrelay.pb.CancelReply\x12?\n\x07\x45xplain\x12\x1a.kvrelay.pb.ExplainRequest\x1a\x18.kvrelay.pb.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.pb.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATEND']._serialized_start=2977
-  _globals['_CHATEND']._serialized_end=3056
+  _globals['_CHATEND']._serialized_start=3006
+  _globals['_CHATEND']._serialized_end=3085
   _globals['_TOOLCALL']._serialized_start=66
   _globals['_TOOLCALL']._serialized_end=126
   _globals['_CHATMESSAGE']._serialized_start=128
@@ -49,41 +49,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICEFINISHED']._serialized_start=1087
   _globals['_CHOICEFINISHED']._serialized_end=1208
   _globals['_REQUESTFINISHED']._serialized_start=1211
-  _globals['_REQUESTFINISHED']._serialized_end=1465
-  _globals['_REQUESTFAILED']._serialized_start=1467
-  _globals['_REQUESTFAILED']._serialized_end=1516
-  _globals['_GENERATEEVENT']._serialized_start=1519
-  _globals['_GENERATEEVENT']._serialized_end=1788
-  _globals['_TOKENIZEREQUEST']._serialized_start=1790
-  _globals['_TOKENIZEREQUEST']._serialized_end=1902
-  _globals['_TOKENIZEREPLY']._serialized_start=1904
-  _globals['_TOKENIZEREPLY']._serialized_end=1938
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1940
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1993
-  _globals['_DETOKENIZEREPLY']._serialized_start=1995
-  _globals['_DETOKENIZEREPLY']._serialized_end=2026
-  _globals['_GETMODELREQUEST']._serialized_start=2028
-  _globals['_GETMODELREQUEST']._serialized_end=2060
-  _globals['_GETMODELREPLY']._serialized_start=2062
-  _globals['_GETMODELREPLY']._serialized_end=2143
-  _globals['_LISTMODELSREQUEST']._serialized_start=2145
-  _globals['_LISTMODELSREQUEST']._serialized_end=2164
-  _globals['_LISTEDMODEL']._serialized_start=2166
-  _globals['_LISTEDMODEL']._serialized_end=2246
-  _globals['_LISTMODELSREPLY']._serialized_start=2248
-  _globals['_LISTMODELSREPLY']._serialized_end=2306
-  _globals['_CANCELREQUEST']._serialized_start=2308
-  _globals['_CANCELREQUEST']._serialized_end=2343
-  _globals['_CANCELREPLY']._serialized_start=2345
-  _globals['_CANCELREPLY']._serialized_end=2358
-  _globals['_EXPLAINREQUEST']._serialized_start=2360
-  _globals['_EXPLAINREQUEST']._serialized_end=2396
-  _globals['_LIFESTEP']._serialized_start=2398
-  _globals['_LIFESTEP']._serialized_end=2452
-  _globals['_FORECAST']._serialized_start=2454
-  _globals['_FORECAST']._serialized_end=2560
-  _globals['_EXPLAINREPLY']._serialized_start=2563
-  _globals['_EXPLAINREPLY']._serialized_end=2975
-  _globals['_INFERENCE']._serialized_start=3059
-  _globals['_INFERENCE']._serialized_end=3551
+  _globals['_REQUESTFINISHED']._serialized_end=1494
+  _globals['_REQUESTFAILED']._serialized_start=1496
+  _globals['_REQUESTFAILED']._serialized_end=1545
+  _globals['_GENERATEEVENT']._serialized_start=1548
+  _globals['_GENERATEEVENT']._serialized_end=1817
+  _globals['_TOKENIZEREQUEST']._serialized_start=1819
+  _globals['_TOKENIZEREQUEST']._serialized_end=1931
+  _globals['_TOKENIZEREPLY']._serialized_start=1933
+  _globals['_TOKENIZEREPLY']._serialized_end=1967
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1969
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2022
+  _globals['_DETOKENIZEREPLY']._serialized_start=2024
+  _globals['_DETOKENIZEREPLY']._serialized_end=2055
+  _globals['_GETMODELREQUEST']._serialized_start=2057
+  _globals['_GETMODELREQUEST']._serialized_end=2089
+  _globals['_GETMODELREPLY']._serialized_start=2091
+  _globals['_GETMODELREPLY']._serialized_end=2172
+  _globals['_LISTMODELSREQUEST']._serialized_start=2174
+  _globals['_LISTMODELSREQUEST']._serialized_end=2193
+  _globals['_LISTEDMODEL']._serialized_start=2195
+  _globals['_LISTEDMODEL']._serialized_end=2275
+  _globals['_LISTMODELSREPLY']._serialized_start=2277
+  _globals['_LISTMODELSREPLY']._serialized_end=2335
+  _globals['_CANCELREQUEST']._serialized_start=2337
+  _globals['_CANCELREQUEST']._serialized_end=2372
+  _globals['_CANCELREPLY']._serialized_start=2374
+  _globals['_CANCELREPLY']._serialized_end=2387
+  _globals['_EXPLAINREQUEST']._serialized_start=2389
+  _globals['_EXPLAINREQUEST']._serialized_end=2425
+  _globals['_LIFESTEP']._serialized_start=2427
+  _globals['_LIFESTEP']._serialized_end=2481
+  _globals['_FORECAST']._serialized_start=2483
+  _globals['_FORECAST']._serialized_end=2589
+  _globals['_EXPLAINREPLY']._serialized_start=2592
+  _globals['_EXPLAINREPLY']._serialized_end=3004
+  _globals['_INFERENCE']._serialized_start=3088
+  _globals['_INFERENCE']._serialized_end=3580
 # @@protoc_insertion_point(module_scope)

@@ -396,6 +396,7 @@ class RequestFinished(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    FROM_RESPONSE_CACHE_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Never FINISH_REASON_UNSPECIFIED. Of answer 0."""
     prefill_node: _builtins.str
@@ -410,6 +411,8 @@ class RequestFinished(_message.Message):
     """Attempts beyond the first, of all answers."""
     prefix_hash: _builtins.bytes
     """Of the prompt's last full block: names its whole prefix in a kvstore. Empty when the prompt has no full block."""
+    from_response_cache: _builtins.bool
+    """Nothing was computed: this is an earlier answer to the same request of the same tenant, whose usage it has."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Tokens, over all attempts once: the prompt's and the cached ones as answer 0 found them, the generated ones of all
@@ -432,10 +435,11 @@ class RequestFinished(_message.Message):
         stop_string: _builtins.str = ...,
         retries: _builtins.int = ...,
         prefix_hash: _builtins.bytes = ...,
+        from_response_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "handoff_bytes", b"handoff_bytes", "prefill_node", b"prefill_node", "prefix_hash", b"prefix_hash", "reason", b"reason", "retries", b"retries", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node", b"decode_node", "from_response_cache", b"from_response_cache", "handoff_bytes", b"handoff_bytes", "prefill_node", b"prefill_node", "prefix_hash", b"prefix_hash", "reason", b"reason", "retries", b"retries", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

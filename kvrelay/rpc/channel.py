@@ -23,7 +23,7 @@ from kvrelay.errors import (
 )
 from kvrelay.pb import types_pb2
 from kvrelay.rpc import convert_errors
-from kvrelay.rpc.credentials import MutualTLS
+from kvrelay.rpc.credentials import ChannelTLS
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 ERROR_KEY = "kvrelay-error-bin"  # trailing metadata: an Error message
@@ -70,7 +70,7 @@ def open_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     own_connection: bool = False,
-    tls: MutualTLS | None = None,
+    tls: ChannelTLS | None = None,
 ) -> grpc.aio.Channel:
     """A lazy channel to host:port, plain without `tls`. Channels to one address share a TCP connection unless
     `own_connection`."""

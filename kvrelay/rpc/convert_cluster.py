@@ -33,6 +33,8 @@ from kvrelay.rpc.convert_limits import (
 from kvrelay.rpc.convert_types import MAX_ID_CHARS, check
 from kvrelay.types import BlockCounts, BlockHash, InstanceId, Role
 
+MAX_PROMPTS_TOLD = 64  # more than a prefill node has, unless it is told to take on many
+
 _ROLES = {
     Role.COORDINATOR: types_pb2.ROLE_COORDINATOR,
     Role.PREFILL_NODE: types_pb2.ROLE_PREFILL_NODE,
@@ -156,6 +158,8 @@ def node_status_to_pb(status: NodeStatus) -> cluster_pb2.NodeStatus:
         rates=node_rates_to_pb(status.rates),
         num_waiting_tokens=status.num_waiting_tokens,
         weight=status.weight,
+        step_tokens=status.step_tokens,
+        prompt_tokens=status.prompt_tokens[:MAX_PROMPTS_TOLD],
     )
 
 
@@ -175,6 +179,8 @@ def node_status_from_pb(wire: cluster_pb2.NodeStatus) -> NodeStatus:
         rates=node_rates_from_pb(wire.rates),
         num_waiting_tokens=wire.num_waiting_tokens,
         weight=_weight_from_pb(wire),
+        step_tokens=wire.step_tokens,
+        prompt_tokens=_prompt_tokens_from_pb(wire),
     )
 
 
@@ -182,6 +188,12 @@ def _weight_from_pb(wire: cluster_pb2.NodeStatus) -> float:
     weight = wire.weight if wire.HasField("weight") else 1.0
     check_weight(weight)
     return weight
+
+
+def _prompt_tokens_from_pb(wire: cluster_pb2.NodeStatus) -> tuple[int, ...]:
+    num_told = len(wire.prompt_tokens)
+    check(num_told <= MAX_PROMPTS_TOLD, f"{num_told} prompt_tokens are told; allowed are at most {MAX_PROMPTS_TOLD}")
+    return tuple(wire.prompt_tokens)
 
 
 def _limits_from_pb(wire: cluster_pb2.NodeStatus) -> DecodeLimits | PrefillLimits | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from kvrelay.errors import KVRelayError
@@ -38,20 +39,27 @@ from kvrelay.types import AnswerHandle, InstanceId, ReservationId
 CHECKSUM_BYTES = 16
 
 
-def reserve_request_to_pb(request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> decode_pb2.ReserveRequest:
+def reserve_request_to_pb(
+    request: NodeRequest, num_tokens: int, num_tokens_now: int = 0, itl_target_s: float = 0.0
+) -> decode_pb2.ReserveRequest:
     return decode_pb2.ReserveRequest(
-        request=node_request_to_pb(request), num_tokens=num_tokens, num_tokens_now=num_tokens_now
+        request=node_request_to_pb(request),
+        num_tokens=num_tokens,
+        num_tokens_now=num_tokens_now,
+        itl_target_s=itl_target_s,
     )
 
 
-def reserve_request_from_pb(wire: decode_pb2.ReserveRequest) -> tuple[NodeRequest, int, int]:
-    """The request, the positions it may grow to, and those to set aside now (0: as the node's limits say)."""
+def reserve_request_from_pb(wire: decode_pb2.ReserveRequest) -> tuple[NodeRequest, int, int, float]:
+    """The request, the positions it may grow to, those to set aside now (0: as the node's limits say), and the seconds
+    that may pass between two of its tokens (0: no bound)."""
     request = node_request_from_pb(wire.request)
     check(
         wire.num_tokens >= len(request.token_ids),
         f"num_tokens is {wire.num_tokens}, fewer than the request's {len(request.token_ids)} tokens",
     )
-    return request, wire.num_tokens, wire.num_tokens_now
+    check(0 <= wire.itl_target_s < math.inf, f"itl_target_s is {wire.itl_target_s:g}; allowed is at least 0, finite")
+    return request, wire.num_tokens, wire.num_tokens_now, wire.itl_target_s
 
 
 def reservation_id_from_pb(text: str) -> ReservationId:

@@ -284,6 +284,7 @@ def _finished_to_pb(event: RequestFinished) -> inference_pb2.RequestFinished:
         stop_string=event.stop_string,
         retries=event.retries,
         prefix_hash=event.prefix_hash,
+        from_response_cache=event.from_response_cache,
     )
 
 
@@ -298,6 +299,7 @@ def _finished_from_pb(wire: inference_pb2.RequestFinished) -> RequestFinished:
         stop_string=wire.stop_string,
         retries=wire.retries,
         prefix_hash=wire.prefix_hash,
+        from_response_cache=wire.from_response_cache,
     )
 
 

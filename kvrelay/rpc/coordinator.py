@@ -13,16 +13,17 @@ from kvrelay.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_p
 from kvrelay.rpc import convert_cluster, convert_explain, convert_inference
 from kvrelay.rpc.calls import Replies, StreamCall, answer
 from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.credentials import ChannelTLS
 
 
 class CoordinatorClient:
     """Calls raise KVRelayError. Belongs to one event loop. Times are in seconds."""
 
-    def __init__(self, address: str, api_key: str = "") -> None:
+    def __init__(self, address: str, api_key: str = "", tls: ChannelTLS | None = None) -> None:
         """`api_key` is sent with every call; an API key or a token."""
         self.address = address
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls=tls)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
 

@@ -22,7 +22,8 @@ from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
 from kvrelay.rpc import convert_cluster
 from kvrelay.rpc.absence import Absence
 from kvrelay.rpc.calls import Replies
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.connection import Connection
+from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.types import InstanceId
 
 logger = logging.getLogger(__name__)
@@ -57,12 +58,14 @@ class Membership:
         now: Callable[[], float] = time.monotonic,
         is_wanted: Callable[[InstanceId], bool] = lambda coordinator_id: True,
         cached: NamedBlocks | None = None,
+        tls: ChannelTLS | None = None,
     ) -> None:
         self._address = coordinator_address
         self._info = info
         self._status = status
         self._interval_s = interval_s
         self._cached = cached
+        self._tls = tls
         self._feed: CacheFeed | None = None
         self._status_due = False
         self._cache_due_at = math.inf  # by the loop's clock; inf while there is nothing to tell
@@ -108,10 +111,10 @@ class Membership:
 
     async def _stay_joined(self) -> None:
         backoff_s = MIN_BACKOFF_S
-        async with open_channel(self._address) as channel:
-            stub = cluster_pb2_grpc.ClusterStub(channel)
+        connection = Connection(self._address, tls=self._tls)
+        try:
             while True:
-                was_accepted, error = await self._join(stub)
+                was_accepted, error = await self._join(cluster_pb2_grpc.ClusterStub(connection.channel))
                 if error is None:
                     return
                 if was_accepted:
@@ -119,6 +122,8 @@ class Membership:
                 self._set_left(error, was_accepted)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        finally:
+            await connection.close()
 
     async def _join(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> tuple[bool, KVRelayError | None]:
         """One stream from its start to its end: whether it was accepted, and why it ended; None: it is not wanted."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from kvrelay.cluster import NodeInfo, NodeStatus
 from kvrelay.kv.named_blocks import NamedBlocks
+from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.rpc.membership import Membership
 from kvrelay.types import InstanceId
 
@@ -30,6 +31,7 @@ class Memberships:
         *,
         interval_s: float = 0.5,
         cached: NamedBlocks | None = None,
+        tls: ChannelTLS | None = None,
     ) -> None:
         """As Membership."""
         self._coordinator_ids: dict[str, InstanceId] = {}  # by address: the one that was last joined by it
@@ -41,6 +43,7 @@ class Memberships:
                 interval_s=interval_s,
                 is_wanted=partial(self._is_first, address),
                 cached=cached,
+                tls=tls,
             )
             for address in addresses
         ]

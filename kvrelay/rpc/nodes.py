@@ -65,11 +65,18 @@ class DecodeClient:
         self._answers = AnswerStream(self._stub.Decode)
 
     async def reserve(
-        self, request: NodeRequest, num_tokens: int, timeout_s: float, *, num_tokens_now: int = 0
+        self,
+        request: NodeRequest,
+        num_tokens: int,
+        timeout_s: float,
+        *,
+        num_tokens_now: int = 0,
+        itl_target_s: float = 0.0,
     ) -> ReservationGranted:
         """Room for `num_tokens` positions, of which `num_tokens_now` are set aside at once (0: as the node's limits
-        say). Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
-        wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_tokens_now)
+        say). Prompts computed beside the answer leave it a token every `itl_target_s` (0: as the node's own target
+        says). Raises OverloadedError when the node has not the blocks now, NeverFitsError when it never will."""
+        wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_tokens_now, itl_target_s)
         call = self._stub.Reserve(wire, timeout=timeout_s)
         return await answer(call, convert_decode.reservation_granted_from_pb)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib.metadata
+import ipaddress
 import logging
 import os
 import secrets
@@ -22,8 +23,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrelay import config as configuration
 from kvrelay import log, metrics
-from kvrelay.config import RoleConfig
 from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
@@ -124,6 +125,13 @@ def advertised_address(config: RoleConfig, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _fail(role: Role, error: KVRelayError) -> int:
     sys.stderr.write(f"kvrelay {role.value}: {error.message}\n")
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -156,12 +164,16 @@ def _open(
     on_error, on_open = _error_counter(registry), _open_gauge(registry)
     servers, ports = [], []
     for door in doors:
-        server = rpc_server.make_server(on_error=on_error, on_open=on_open, guard=door.guard)
-        door.register(server)
+        server = door.make_server(on_error, on_open)
         readiness.register(server)
         rpc_server.add_reflection(server, door.service_names)
         servers.append(server)
-        ports.append(rpc_server.bind(server, config.host, door.port))
+        ports.append(rpc_server.bind(server, config.host, door.port, door.tls))
+        if door.tls is None and not _is_loopback(config.host):
+            logger.warning(
+                "port %d is open to other machines without TLS: what goes over it can be read and changed on its way",
+                ports[-1],
+            )
     return servers, ports
 
 

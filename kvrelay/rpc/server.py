@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import inspect
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Never
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection
 
-from kvrelay.errors import ConfigError, InvalidRequestError, KVRelayError
+from kvrelay.errors import ConfigError, DeadlineError, InvalidRequestError, KVRelayError
 from kvrelay.rpc import convert_errors, grpc_log, health
+from kvrelay.rpc.call_limits import NO_LIMITS, CallLimits, LimitsOf
 from kvrelay.rpc.channel import ERROR_KEY, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
-from kvrelay.rpc.credentials import MutualTLS
+from kvrelay.rpc.credentials import ServerTLS
 from kvrelay.rpc.raw import KV_TRANSFER
 
 logger = logging.getLogger(__name__)
@@ -39,11 +42,12 @@ def make_server(
     on_error: OnError | None = None,
     on_open: OnOpen | None = None,
     guard: Guard | None = None,
+    limits_of: LimitsOf | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """A server whose handlers simply raise KVRelayErrors; `on_error` counts the calls that ended with one, `on_open`
     those that handlers are at work on. `guard` is asked about each call, of an unknown method too, before any of its
-    message is read."""
+    message is read; `limits_of` says how much and how long a method may be."""
     grpc_log.calm()
     options = (
         *KEEPALIVE_OPTIONS,
@@ -53,7 +57,7 @@ def make_server(
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     )
-    interceptor = ErrorInterceptor(on_error or _ignore, on_open or _ignore, guard)
+    interceptor = ErrorInterceptor(on_error or _ignore, on_open or _ignore, guard, limits_of or _no_limits)
     return grpc.aio.server(interceptors=(interceptor,), options=options)
 
 
@@ -65,8 +69,8 @@ async def abort(context: Context, error: KVRelayError) -> Never:
     raise AssertionError("abort returned")
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, tls: MutualTLS | None = None) -> int:
-    """The port the server will answer on once started, to anyone or, with `tls`, to who proves himself.
+def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTLS | None = None) -> int:
+    """The port the server will answer on once started, in the clear without `tls`.
 
     Raises ConfigError when it cannot be had.
     """
@@ -94,10 +98,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     grpc itself leaves a cancelled generator to the garbage collector.
     """
 
-    def __init__(self, on_error: OnError, on_open: OnOpen, guard: Guard | None) -> None:
+    def __init__(self, on_error: OnError, on_open: OnOpen, guard: Guard | None, limits_of: LimitsOf) -> None:
         self._on_error = on_error
         self._on_open = on_open
         self._guard = guard
+        self._limits_of = limits_of
         self._guarded: dict[str, tuple[Any, Any]] = {}  # handler found and handler made from it, by method
 
     async def intercept_service(
@@ -128,9 +133,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         run = getattr(handler, arity)
         if inspect.isasyncgenfunction(run):
             run = _writing(run)
+        limits = self._limits_of(method)
         deserialize = handler.request_deserializer
         if deserialize is not None and not handler.request_streaming:
-            run, deserialize = _parsing(run, deserialize), None
+            run, deserialize = _parsing(run, deserialize, partial(limits.check_bytes, method)), None
+        elif deserialize is not None:
+            run = _parsing_stream(run)
+        if limits.max_s:
+            run = _within(run, method, limits.max_s)
         make = getattr(grpc, f"{arity}_rpc_method_handler")
         return make(self._mapping_errors(method, run), deserialize, handler.response_serializer)
 
@@ -164,11 +174,25 @@ def _refusing(error: KVRelayError) -> Any:
     return make.stream_stream_rpc_method_handler(refuse)
 
 
-def _parsing(run: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:
+def _within(run: Behavior, method: str, max_s: float) -> Behavior:
+    async def run_within(request: Any, context: Context) -> Any:
+        try:
+            async with asyncio.timeout(max_s) as limit:
+                return await run(request, context)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"{method.rpartition('/')[2]} took longer than the {max_s:g} s it may take") from error
+
+    return run_within
+
+
+def _parsing(run: Behavior, deserialize: Callable[[bytes], Any], check_bytes: Callable[[int], None]) -> Behavior:
     """Parses inside the handler, where a message that does not parse (a string that is no UTF-8, say) becomes an
     InvalidRequestError; grpc itself calls it UNKNOWN."""
 
     async def parse_and_run(request: bytes, context: Context) -> Any:
+        check_bytes(len(request))
         try:
             message = deserialize(request)
         except DecodeError as error:
@@ -180,6 +204,18 @@ def _parsing(run: Behavior, deserialize: Callable[[bytes], Any]) -> Behavior:
     return parse_and_run
 
 
+def _parsing_stream(run: Behavior) -> Behavior:
+    """What `_parsing` is for one message, for the messages of a stream, which grpc parses while the handler reads."""
+
+    async def read_and_run(requests: Any, context: Context) -> Any:
+        try:
+            return await run(requests, context)
+        except DecodeError as error:
+            raise InvalidRequestError(f"a message of the stream is not what belongs there: {error}") from error
+
+    return read_and_run
+
+
 def _writing(run: Behavior) -> Behavior:
     async def write_all(request: Any, context: Context) -> None:
         async with aclosing(run(request, context)) as replies:
@@ -187,6 +223,10 @@ def _writing(run: Behavior) -> Behavior:
                 await context.write(reply)
 
     return write_all
+
+
+def _no_limits(method: str) -> CallLimits:
+    return NO_LIMITS
 
 
 def _ignore(method: str, what: str | int) -> None:

@@ -236,31 +236,26 @@ async def many(client: AsyncClient, count: int, num_tokens_read: int | None) -> 
     await asyncio.gather(*(worker() for _ in range(16)))
 
 
-async def test_memory_and_files_do_not_grow_with_streams_that_end_or_are_cancelled(
+async def test_memory_files_and_time_do_not_grow_with_streams_that_end_or_are_cancelled(
     cluster: Cluster, client: AsyncClient
 ) -> None:
-    """grpc#43360, grpc#38499: servers that grew by hundreds of MiB in days of cancelled streams."""
+    """grpc#43360, grpc#38499: servers that grew by hundreds of MiB in days of cancelled streams. skypilot#10574,
+    LMCache#987: slower day by day, since some list was never pruned; judged by CPU time of the coordinator, which does
+    not depend on what else the machine does."""
     await many(client, 300, 1)
     await many(client, 300, None)
     before = uses(cluster)
     await many(client, scaled(1000), 1)
     cancelled = uses(cluster)
-    await many(client, scaled(1000), None)
+    seconds: list[float] = []
+    for _ in range(4):
+        cpu_s = use_of(cluster.coordinator).cpu_s
+        await many(client, scaled(250), None)
+        seconds.append(use_of(cluster.coordinator).cpu_s - cpu_s)
     await wait_until_quiet(client, NUM_NODES)
     assert_flat(before, cancelled, f"{scaled(1000)} cancelled streams")
     assert_flat(before, uses(cluster), f"{scaled(1000)} complete ones beside them")
-
-
-async def test_the_thousandth_request_costs_what_the_first_hundreds_did(cluster: Cluster, client: AsyncClient) -> None:
-    """skypilot#10574, LMCache#987: slower day by day, since some list was never pruned. CPU time of the coordinator,
-    which does not depend on what else the machine does."""
-    await many(client, 200, None)
-    seconds: list[float] = []
-    for _ in range(4):
-        before = use_of(cluster.coordinator).cpu_s
-        await many(client, scaled(250), None)
-        seconds.append(use_of(cluster.coordinator).cpu_s - before)
-    logger.info("coordinator's CPU seconds for every %d requests: %s", scaled(250), seconds)
+    logger.info("coordinator's CPU seconds for every %d complete ones: %s", scaled(250), seconds)
     assert seconds[-1] < 2.0 * seconds[0] + 0.2
 
 
@@ -289,9 +284,9 @@ async def test_memory_does_not_grow_with_retries(model: Path, reference: Referen
     with running(shape) as cluster:
         async with AsyncClient(cluster.direct_addresses[0]) as client:
             await wait_until_quiet(client, 3)
-            await answers_with_broken_links(cluster, client, reference, scaled(10))
+            await answers_with_broken_links(cluster, client, reference, scaled(5))
             before = uses(cluster)
-            num_retries = await answers_with_broken_links(cluster, client, reference, scaled(40))
+            num_retries = await answers_with_broken_links(cluster, client, reference, scaled(20))
             assert_flat(before, uses(cluster), f"{num_retries} retries")
         assert num_retries >= scaled(10)
 

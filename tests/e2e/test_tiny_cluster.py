@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -11,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.errors import KVRelayError, NeverFitsError, OverloadedError, UnavailableError
+from kvrelay.errors import InvalidRequestError, KVRelayError, NeverFitsError, OverloadedError, UnavailableError
 from kvrelay.messages import NodeRequest
 from kvrelay.sampling import SamplingParams
-from kvrelay.types import RequestId
+from kvrelay.types import FinishReason, RequestId
 from tests.support.answers import Answer, ask, wait_until_quiet
 from tests.support.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from tests.support.cluster import Cluster, running
+from tests.support.held_answers import ids, regex, schema
 from tests.support.reference import ReferenceEngine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -115,6 +117,23 @@ async def test_a_client_that_leaves_at_any_moment_changes_nobodys_answer(
         prompt_ids = prompt(480, 4000 + number)  # wants the blocks that were just given back
         answer = await ask(client, prompt_ids, greedy(4))
         assert answer.token_ids == expected(reference, prompt_ids, 4), number
+
+
+async def test_answers_held_to_a_schema_conform_and_are_those_of_one_engine_alone(
+    client: AsyncClient, reference: ReferenceEngine
+) -> None:
+    """Through processes of which the coordinator has no torch."""
+    spaces = dict.fromkeys(ids(" \t\n"), -100.0)
+    held = schema('{"type": "array", "items": {"enum": ["a", 7, null]}, "maxItems": 4}')
+    for seed in range(4):
+        sampling = SamplingParams(seed=seed, max_tokens=100, structured=held, logit_bias=spaces)
+        answer = await ask(client, prompt(40, 9000 + seed), sampling)
+        node_request = NodeRequest(RequestId("reference"), prompt(40, 9000 + seed), 40, sampling)
+        assert answer.token_ids == tuple(reference.answer(node_request))
+        assert answer.finished.reason is FinishReason.STOP
+        assert all(value in ("a", 7, None) for value in json.loads(answer.text))
+    with pytest.raises(InvalidRequestError, match="regex is refused: invalid character class range"):
+        await ask(client, prompt(20, 9100), SamplingParams(structured=regex("[z-a]")))
 
 
 async def test_what_can_never_fit_is_refused_and_nobody_waits_behind_it(client: AsyncClient) -> None:

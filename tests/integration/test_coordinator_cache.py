@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import pytest
 
-from kvrelay.cluster import CacheCleared, CacheEvents, CacheStored, NodeInfo
+from kvrelay.cluster import CacheCleared, CacheEvents, CacheStored, NodeInfo, NodeRates
+from kvrelay.errors import TargetOutOfReachError
 from kvrelay.inference import TokenPrompt
 from kvrelay.kv.hashing import block_hashes, chain_root
 from kvrelay.kv.named_blocks import NamedBlocks
 from kvrelay.pb import cluster_pb2, cluster_pb2_grpc
 from kvrelay.rpc import convert_cluster
-from kvrelay.types import BlockHash, BlockId, InstanceId, Role
+from kvrelay.types import BlockHash, BlockId, CachedTokens, InstanceId, Role
 from tests.support.coordinator_ends import TIMEOUT_S, Ends, ends, several_ends
 from tests.support.fake_nodes import MODEL, FakeDecodeNode, FakeNode
 
@@ -23,7 +24,7 @@ PROMPT = TokenPrompt(tuple(range(3, 103)))  # 6 full blocks
 
 async def hashes_of(cluster: Ends, prompt: TokenPrompt) -> list[BlockHash]:
     """As the coordinator names them: by the tenant's salt, which a request of another prompt shows."""
-    await cluster.ask()
+    await cluster.ask(TokenPrompt((3, 4, 5)))
     salt = cluster.decode[0].requests[-1].tenant_salt
     return block_hashes(chain_root(MODEL.fingerprint, MODEL.layout.fingerprint, salt), prompt.token_ids, 16)
 
@@ -151,6 +152,31 @@ async def test_a_node_that_lost_count_is_asked_for_all_it_has() -> None:
         assert events == ["accepted", "resync", "resync"]
         assert cluster.metric("kvrelay_prefix_index_resyncs_total", role="decode-node") == 1
         assert cluster.metric("kvrelay_prefix_index_told_blocks_total", role="decode-node") == 1
+
+
+async def come_and_go(cluster: Ends, caches: dict[FakeNode, NamedBlocks], hashes: Sequence[BlockHash]) -> None:
+    for node, named in caches.items():
+        store(named, hashes)
+        await until_known(cluster, node.role, len(hashes))
+        for block_hash in hashes:
+            named.remove(block_hash)
+        await until_known(cluster, node.role, 0)
+
+
+async def test_a_target_is_in_reach_where_the_kvstore_is_expected_to_have_what_nodes_gave_up() -> None:
+    """Computing the prompt takes a second, loading its six full blocks 6 ms."""
+    async with ends() as cluster:
+        hashes, prefill = await hashes_of(cluster, PROMPT), cluster.prefill[0]
+        prefill.rates = NodeRates(prefill_tokens_per_s=100.0, store_bytes_per_s=1_000.0 * MODEL.layout.slab_bytes)
+        caches = {node: await tells(node) for node in cluster.nodes}
+        await come_and_go(cluster, caches, hashes)
+        with pytest.raises(TargetOutOfReachError, match=r"in about 1 s"):  # no store has ever given anything
+            await cluster.ask(PROMPT, ttft_target_s=0.5)
+        prefill.cached = CachedTokens(memory=64, disk=32)
+        await cluster.ask(PROMPT)
+        await come_and_go(cluster, caches, hashes)
+        await cluster.ask(PROMPT, ttft_target_s=0.5)
+        assert prefill.reached["start"] == 2
 
 
 async def test_a_store_has_no_cached_blocks_to_tell_of() -> None:

@@ -15,6 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from coordinator.api_keys import new_key
 from coordinator.identity import Scope
+from kvrelay.certificates import make_certificates
 from kvrelay.client import AsyncClient
 from kvrelay.errors import (
     KVRelayError,
@@ -22,6 +23,7 @@ from kvrelay.errors import (
     OverloadedError,
     PermissionDeniedError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from kvrelay.pb import cluster_pb2, decode_pb2, inference_pb2, kvstore_pb2, prefill_pb2
 from kvrelay.rpc.channel import error_from_rpc
@@ -40,6 +42,7 @@ REFLECTION = (
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
 )
+PEER_FILES = {"ca": "ca.pem", "cert": "coordinator.pem", "key": "coordinator.key"}
 
 
 class Keys:
@@ -206,3 +209,19 @@ async def test_a_gateway_of_vllms_protocol_needs_a_key_to_infer_and_no_more(keys
         assert named.served_model_name == "bytes"
         path = "/vllm.grpc.engine.VllmEngine/GetModelInfo"
         assert await refusal(channel, path, ("authorization", f"Bearer {keys.watcher}")) is PermissionDeniedError
+
+
+async def test_with_certificates_clients_and_nodes_are_served_and_others_are_not(keys: Keys, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    peer = {f"peer_{what}": str(tmp_path / name) for what, name in PEER_FILES.items()}
+    door = {"tls_cert": str(tmp_path / "door.pem"), "tls_key": str(tmp_path / "door.key")}
+    async with guarded(keys, ca=tmp_path / "ca.pem", **peer, **door) as cluster:
+        assert len((await cluster.ask(sampling=greedy(max_tokens=2))).token_ids) == 2
+        for address in (cluster.address, cluster.cluster_address, cluster.decode[0].address):
+            async with AsyncClient(address, api_key=keys.operator, ca="") as in_the_clear:
+                with pytest.raises(UnavailableError):
+                    await in_the_clear.status()
+        for address in (cluster.cluster_address, cluster.decode[0].address):
+            async with AsyncClient(address, api_key=keys.operator, ca=tmp_path / "ca.pem") as client:
+                with pytest.raises(UnavailableError):
+                    await client.status()

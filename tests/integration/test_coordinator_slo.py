@@ -55,7 +55,7 @@ def outcomes(cluster: Ends, target: str) -> tuple[float, float, float]:
 
 async def test_what_would_come_too_late_is_refused_without_asking_a_node_and_served_when_it_fits() -> None:
     async with measured() as cluster:
-        await tell(cluster, num_waiting_tokens=50_000)
+        await tell(cluster, num_waiting_tokens=100_000)  # one step, half of which is done
         with pytest.raises(OverloadedError, match=r"first token in about 50 s, more than the 30 s asked") as refused:
             await cluster.ask(ttft_target_s=30.0, request_id="one")
         assert refused.value.retry_after_s == pytest.approx((50.1 - 0.8 * 30) * 1.25)
@@ -64,6 +64,7 @@ async def test_what_would_come_too_late_is_refused_without_asking_a_node_and_ser
         assert (await cluster.ask(request_id="without a target")).token_ids == ANSWER_IDS
         await tell(cluster)
         assert (await cluster.ask(ttft_target_s=30.0, itl_target_s=30.0, request_id="one")).token_ids == ANSWER_IDS
+        assert cluster.decode[0].itl_targets_s == [0.0, 30.0]
         assert outcomes(cluster, "ttft") == (1, 1, 0)
         assert outcomes(cluster, "itl") == (0, 1, 0)
 

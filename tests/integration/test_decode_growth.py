@@ -204,7 +204,7 @@ async def test_forks_of_a_prompt_have_streams_of_their_own() -> None:
     cache, runner = slot_engine(24)
     one = request(6, 8, seed=5)
     async with decode_node(info=INFO, cache=cache, runner=runner, num_blocks=24, max_batch=2) as harness:
-        granted = await reserve(harness, one)
+        granted = await harness.client.reserve(one, 14, timeout_s=10.0, itl_target_s=0.5)
         with pytest.raises(NotFoundError, match="is not here to be shared"):
             await harness.client.fork(granted.reservation_id, 1)
         with pytest.raises(InvalidRequestError, match="index is 0; allowed is at least 1"):
@@ -213,6 +213,8 @@ async def test_forks_of_a_prompt_have_streams_of_their_own() -> None:
         async with harness.client.decode(granted.reservation_id, compute_tail=True) as events:
             first = await anext(events)
             forks = await forked_meanwhile(harness, gate, granted, 1, 2)
+            sequences = [harness.node.reservations.get(fork.reservation_id).sequence for fork in forks]
+            assert [sequence.itl_target_s for sequence in sequences] == [0.5, 0.5]
             answers = await asyncio.gather(*(read(harness, fork, tail=False) for fork in forks))
             rest = [event async for event in events]
         own = [token.token_id for event in [first, *rest[:-1]] for token in event.tokens]  # type: ignore[union-attr]

@@ -347,4 +347,4 @@ async def test_a_paused_link_is_found_by_keepalive(proxy: FaultProxy, channel: g
     started = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError):
         await held
-    assert time.monotonic() - started < 12.0  # 4 on an idle machine
+    assert time.monotonic() - started < 40.0  # 4 on an idle machine, and 60 with gRPC's own ping timeout

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
+from tests.support.byte_tokenizer import EOS_TOKEN_ID
+from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT, byte_ids
 from tests.support.http_ends import HELLO, error_of, http_ends
 
 RENDERED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -248,3 +250,51 @@ async def test_openais_own_client_reads_answers_whole_and_streamed() -> None:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == len(ANSWER_IDS)
         assert [model.id async for model in ends.openai.models.list()] == ["bytes"]
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALLING = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "door"}}\n</tool_call>'
+
+
+def tokens_of(text: str) -> list[int]:
+    """Of ASCII with line breaks, whose byte is the alphabet's 199th character."""
+    return [token_id for char in text for token_id in ((3 + 198,) if char == "\n" else byte_ids(char))]
+
+
+async def test_a_call_of_a_tool_is_told_as_one_whole_and_streamed() -> None:
+    messages: Any = HELLO["messages"]
+    tools: Any = [LOOK]
+    async with http_ends(blocks=64) as ends:
+        for node in ends.cluster.nodes:
+            node.answer_ids = (*tokens_of(CALLING), EOS_TOKEN_ID)
+        whole = await ends.openai.chat.completions.create(model="bytes", messages=messages, tools=tools)
+        choice = whole.choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+        assert choice.message.tool_calls is not None
+        [call] = choice.message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("look", '{"at": "door"}')
+        chunks = await ends.chat_events(tools=tools, tool_choice="auto")
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert {call["index"] for call in calls} == {0}
+        assert [call["function"]["name"] for call in calls if "id" in call] == ["look"]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"at": "door"}'
+        assert len(calls) > 3, "arguments come as they are generated"
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_conversation_with_calls_and_their_results_goes_on() -> None:
+    messages = [
+        *HELLO["messages"],  # type: ignore[misc]
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "door"}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a cat"},
+    ]  # fmt: skip
+    async with http_ends(blocks=64) as ends:
+        assert (await ends.chat(messages=messages, tools=[LOOK]))["choices"][0]["message"]["content"] == ANSWER_TEXT
+        [request] = ends.cluster.prefill[0].requests
+        prompt = (await ends.post("/detokenize", {"tokens": list(request.token_ids)})).json()["prompt"]
+        assert json.dumps(LOOK) in prompt
+        assert prompt.endswith("user\n<tool_response>\na cat\n</tool_response>\nassistant\n")

@@ -136,7 +136,7 @@ async def test_reserve_renew_release() -> None:
     node = FakeNode()
     async with connected(node.register) as channel:
         client = DecodeClient(channel)
-        assert await client.reserve(EXAMPLE_REQUEST, 7, timeout_s=5, num_tokens_now=6) == GRANTED
+        assert await client.reserve(EXAMPLE_REQUEST, 7, timeout_s=5, num_tokens_now=6, itl_target_s=0.5) == GRANTED
         assert await client.renew(ReservationId("res-1")) == 9.5
         await client.release(ReservationId("res-1"))
         with pytest.raises(NotFoundError, match="no reservation res-2"):
@@ -147,10 +147,10 @@ async def test_reserve_renew_release() -> None:
             await client.reserve(EXAMPLE_REQUEST, 1_000, timeout_s=1.0)
 
     assert node.asked == [
-        (EXAMPLE_REQUEST, 7, 6),
+        (EXAMPLE_REQUEST, 7, 6, 0.5),
         "res-1",
-        (EXAMPLE_REQUEST, 1_000_000, 0),
-        (EXAMPLE_REQUEST, 1_000, 0),
+        (EXAMPLE_REQUEST, 1_000_000, 0, 0.0),
+        (EXAMPLE_REQUEST, 1_000, 0, 0.0),
     ]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvrelay.config import RoleConfig
 from kvrelay.errors import InvalidRequestError, UnavailableError
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import process, raw
 from kvrelay.rpc.calls import Replies, answer
 from kvrelay.rpc.channel import open_channel
@@ -90,6 +90,14 @@ async def holding(address: str) -> AsyncIterator[Replies[bytes]]:
     ):
         assert await anext(replies) == b"held"
         yield replies
+
+
+async def test_a_port_that_other_machines_reach_in_the_clear_is_warned_of() -> None:
+    async with fake_role("--host", "0.0.0.0") as wide, fake_role() as narrow:
+        assert "WARNING" in await wide.saw("open to other machines without TLS")
+        await narrow.ready_address()
+        narrow.terminate()
+        assert "open to other machines" not in await narrow.rest()
 
 
 async def test_it_says_ready_serves_health_and_exits_cleanly_on_sigterm() -> None:

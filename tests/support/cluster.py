@@ -28,6 +28,7 @@ from tests.support.warm_process import WarmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0  # two cores may be shared by much else
+MAX_TRIED_PORTS = 2_000
 STOP_TIMEOUT_S = 90.0
 WITHOUT_TORCH = ("coordinator", "kvstore")
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
@@ -55,12 +56,12 @@ BUSY_ENTRY = "import ctypes, signal; signal.signal(signal.SIGUSR1, lambda *_: ct
 def free_port() -> int:
     """A port nobody listens on now, for a role that must come back on the same one. It is none that the system gives to
     outgoing connections, which might have it when the role starts, and none that this process or another worker of
-    these tests was given for a role that is yet to start."""
-    for port in _PORTS:
+    these tests was given for a role that is yet to start. Raises RuntimeError when none can be listened on."""
+    for port in itertools.islice(_PORTS, MAX_TRIED_PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("there is always another port")
+    raise RuntimeError(f"none of {MAX_TRIED_PORTS} ports in turn can be listened on")
 
 
 def _ports() -> Iterator[int]:

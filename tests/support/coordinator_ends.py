@@ -21,7 +21,7 @@ from kvrelay.cluster import ClusterStatus
 from kvrelay.inference import Prompt, TextPrompt
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
-from kvrelay.rpc.server import add_reflection, bind, make_server
+from kvrelay.rpc.server import add_reflection, bind
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import InstanceId
 from tests.support.answers import Answer, collect
@@ -77,6 +77,14 @@ class Ends:
         return self.registry.get_sample_value(name, labels) or 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the client of a cluster's ends shows, and asks to be shown."""
+
+    api_key: str
+    ca: str | Path
+
+
 @asynccontextmanager
 async def ends(
     num_prefill: int = 1,
@@ -85,11 +93,12 @@ async def ends(
     blocks: int = 32,
     identify: Identify = identify,
     api_key: str = "",
+    ca: str | Path = "",
     **settings: Any,
 ) -> AsyncIterator[Ends]:
     """Ready to be asked. At the end everything must be idle, unless the body failed."""
     async with several_ends(
-        1, num_prefill, num_decode, blocks=blocks, identify=identify, api_key=api_key, **settings
+        1, num_prefill, num_decode, blocks=blocks, identify=identify, api_key=api_key, ca=ca, **settings
     ) as (ours,):
         yield ours
 
@@ -103,20 +112,22 @@ async def several_ends(
     blocks: int = 32,
     identify: Identify = identify,
     api_key: str = "",
+    ca: str | Path = "",
     **settings: Any,
 ) -> AsyncIterator[list[Ends]]:
-    """Several coordinators of the same nodes."""
+    """Several coordinators of the same nodes, which have the coordinators' own certificates where these have any."""
     decode = [FakeDecodeNode(f"decode-{number}", blocks) for number in range(1, num_decode + 1)]
     prefill = [FakePrefillNode(decode, f"prefill-{number}") for number in range(1, num_prefill + 1)]
     async with AsyncExitStack() as closing:
         ours = [
             await closing.enter_async_context(
-                _coordinator(f"coordinator-{number}", prefill, decode, settings, identify, api_key)
+                _coordinator(f"coordinator-{number}", prefill, decode, settings, identify, Caller(api_key, ca))
             )
             for number in range(1, num_coordinators + 1)
         ]
         closing.push_async_callback(_stop_nodes, ours[0])
         for node in ours[0].nodes:
+            node.tls = ours[0].app.peer_tls
             await node.start(*(one.cluster_address for one in ours))
         for one in ours:
             await one.until_status(lambda status: _num_ready(status) == num_prefill + num_decode)
@@ -132,7 +143,7 @@ async def _coordinator(
     decode: list[FakeDecodeNode],
     settings: dict[str, Any],
     identify: Identify,
-    api_key: str,
+    caller: Caller,
 ) -> AsyncIterator[Ends]:
     config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **{"http_port": -1, **settings})
     registry = CollectorRegistry()
@@ -143,18 +154,17 @@ async def _coordinator(
         address = addresses[0]
         await app.start(address, readiness)
         closing.push_async_callback(app.close)
-        client = await closing.enter_async_context(AsyncClient(address, api_key=api_key))
+        client = await closing.enter_async_context(AsyncClient(address, api_key=caller.api_key, ca=caller.ca))
         yield Ends(app, address, addresses[-1], registry, readiness, client, prefill, decode)
 
 
 @asynccontextmanager
 async def _opened(door: Door, readiness: Readiness) -> AsyncIterator[str]:
     """Its address, on a port of its own."""
-    server = make_server(guard=door.guard)
-    door.register(server)
+    server = door.make_server()
     readiness.register(server)
     add_reflection(server, door.service_names)
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, door.tls)}"
     await server.start()
     try:
         yield address

@@ -40,9 +40,10 @@ from kvrelay.messages import (
 )
 from kvrelay.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvrelay.rpc import convert_decode, convert_prefill
+from kvrelay.rpc.credentials import PeerTLS
 from kvrelay.rpc.memberships import Memberships
 from kvrelay.rpc.node_service import NodeService
-from kvrelay.rpc.server import make_server
+from kvrelay.rpc.server import bind, make_server
 from kvrelay.sampling import GeneratedToken, StepLogprobs, TokenLogprob
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, ReservationId, Role
 from tests.support.answer_generators import AnswerEvents, answers
@@ -116,6 +117,7 @@ class FakeNode:
         self.requests: list[NodeRequest] = []
         self.time_limits_s: list[float | None] = []  # what each streaming call had left when it came
         self.address = ""
+        self.tls: PeerTLS | None = None
         self.control = NodeService(1.0, self.tell)
         self._changed = asyncio.Event()
         self._coordinators: tuple[str, ...] = ()
@@ -126,7 +128,7 @@ class FakeNode:
         self._server = make_server()
         self.register(self._server)
         self.control.register(self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1', port, self.tls)}"
         await self._server.start()
         self._coordinators = coordinators
         await self._join()
@@ -151,7 +153,7 @@ class FakeNode:
     async def _join(self) -> None:
         info = NodeInfo(self.role, self.instance_id, self.address, self.model)
         self._memberships = Memberships(
-            self._coordinators, info, self.status, interval_s=0.1, cached=self.cached_blocks
+            self._coordinators, info, self.status, interval_s=0.1, cached=self.cached_blocks, tls=self.tls
         )
         await self._memberships.start()
         await self._memberships.wait_joined()
@@ -222,6 +224,7 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         self.num_cached_blocks = 0
         self.reservations: dict[ReservationId, Reservation] = {}
         self.max_reserved = 0  # most blocks ever reserved at once
+        self.itl_targets_s: list[float] = []  # of each request that asked for room
         self._numbers = itertools.count(1)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -250,7 +253,8 @@ class FakeDecodeNode(FakeNode, decode_pb2_grpc.DecodeServicer):
         reservation.committed.set()
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveReply:
-        node_request, num_tokens, num_tokens_now = convert_decode.reserve_request_from_pb(request)
+        node_request, num_tokens, num_tokens_now, itl_target_s = convert_decode.reserve_request_from_pb(request)
+        self.itl_targets_s.append(itl_target_s)
         await self._reach("reserve")
         num_blocks = self.model.layout.blocks_for(num_tokens_now or num_tokens)
         if num_blocks > self.num_blocks - self.num_reserved:

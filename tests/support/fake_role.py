@@ -18,8 +18,9 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvrelay.config import RoleConfig, option
 from kvrelay.errors import InvalidRequestError, ModelFileError
+from kvrelay.option import option
+from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import process
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness

@@ -53,7 +53,7 @@ class FaultProxy:
         self._links: dict[int | None, LinkFault] = {}
         self._holds: list[Hold] = []
         self._flips: list[_Flip] = []
-        self._connections: dict[Connection, asyncio.Task[None] | None] = {}
+        self._connections: set[Connection] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._errors: list[BaseException] = []
@@ -211,28 +211,31 @@ class FaultProxy:
         self._server = await asyncio.start_server(self._accept, sock=self._listener)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._relay(reader, writer)
+        except asyncio.CancelledError:
+            pass  # reset, by a fault or at the end
+        finally:
+            reset(writer)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         if peer is None:  # it is gone already
-            reset(writer)
             return
         inode = socket_inode(peer[1], self.port)
         try:
             upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
         except OSError:
-            reset(writer)
             return
         connection = Connection(self, (reader, writer), upstream, inode, frames=self._frames)
-        self._connections[connection] = asyncio.current_task()
+        self._connections.add(connection)
         try:
             if not any(link.is_cut for link in self.links(connection)):
                 await connection.run()
-        except asyncio.CancelledError:
-            pass  # reset, by a fault
         except BaseExceptionGroup as group:
             self._errors.append(group)
         finally:
-            del self._connections[connection]
-            reset(writer)
+            self._connections.discard(connection)
             reset(upstream[1])
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -241,12 +244,14 @@ class FaultProxy:
         self._errors.append(error if isinstance(error, BaseException) else RuntimeError(str(context["message"])))
 
     async def _end(self) -> None:
+        """Everything that runs in this loop, connections that are only being accepted too."""
         if self._server is not None:
             self._server.close()
-        tasks = [task for task in self._connections.values() if task is not None]
-        for task in [*tasks, *self._releases]:
-            task.cancel()
-        await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.sleep(0)  # what has not begun could not catch its end
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         await asyncio.sleep(0)  # for transports to close
 
 

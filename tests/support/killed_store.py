@@ -61,10 +61,12 @@ async def _run(path: Path, start: int, numbers: Mapping[bytes, int]) -> None:
         if start % 4 == 0:
             async for _ in store.compact():
                 pass
+    await asyncio.Event().wait()  # whoever kills it is late
 
 
 def _chains(start: int) -> Iterator[int]:
-    return iter(range(start, start + NUMBERS, CHAIN))
+    """Within the numbers of one life."""
+    return iter(range(start, start + NUMBERS - CHAIN + 1, CHAIN))
 
 
 def main(path: Path) -> None:

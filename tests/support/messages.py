@@ -104,6 +104,8 @@ node_statuses = st.builds(
     NodeStatus,
     *(st.booleans(), st.booleans(), block_counts, u32, u32, u32, u32, u64, u64),
     st.none() | decode_limits | prefill_limits,
+    step_tokens=u32,
+    prompt_tokens=st.lists(u32, max_size=64).map(tuple),
 )
 block_hashes = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=4)
 cache_events = st.builds(

@@ -15,6 +15,7 @@ def prefill_node(
     *,
     rate: float = 1_000.0,
     link: float = 0.0,
+    store: float = 0.0,
     running: int = 0,
     waiting_tokens: int = 0,
     slots: int = 4,
@@ -28,7 +29,7 @@ def prefill_node(
         num_running=running,
         num_slots_free=slots,
         limits=PrefillLimits(max_batched_tokens=512, chunk_tokens=512, max_prefills=4, max_waiting=4),
-        rates=NodeRates(prefill_tokens_per_s=rate, handoff_bytes_per_s=link),
+        rates=NodeRates(prefill_tokens_per_s=rate, handoff_bytes_per_s=link, store_bytes_per_s=store),
         num_waiting_tokens=waiting_tokens,
         weight=weight,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from kvrelay.client_command import write
 from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.inference import RequestAccepted, TextPrompt, TokensGenerated
 from kvrelay.sampling import GeneratedToken
+from kvrelay.structured import StructuredOutput, StructureKind
+from kvrelay.structured_arguments import add_structured_arguments, structured_of
 from tests.support.coordinator_ends import ends
 from tests.support.fake_nodes import ANSWER_IDS, ANSWER_TEXT
 from tests.support.fault_proxy import FaultProxy
@@ -98,6 +102,56 @@ def test_what_is_no_bias(bias: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ask.main(["hello", "--logit-bias", bias])
     assert f"'{bias}' is no bias; write ID=X" in capsys.readouterr().err
+
+
+async def ask_held(*flags: str) -> StructuredOutput | None:
+    """What the nodes are told that the answer to `kvrelay ask` is held to."""
+    async with ends() as cluster:
+        assert await asyncio.to_thread(ask.main, ["hello", "--address", cluster.address, *flags]) == 0
+        held = [request.sampling.structured for node in cluster.nodes for request in node.requests]
+    assert len(set(held)) == 1
+    return held[0]
+
+
+async def test_what_the_answer_is_held_to_reaches_the_nodes(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    assert await ask_held() is None
+    assert await ask_held("--json-schema", f"@{tmp_path}/schema.json") == StructuredOutput(
+        StructureKind.JSON_SCHEMA, '{"type": "object"}'
+    )
+    assert await ask_held("--choice", "yes", "--choice", "no") == StructuredOutput(
+        StructureKind.CHOICE, choices=("yes", "no")
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "held"),
+    [
+        (["--json-object"], StructuredOutput(StructureKind.JSON_OBJECT)),
+        (["--json-schema", "{}"], StructuredOutput(StructureKind.JSON_SCHEMA, "{}")),
+        (["--regex", "a+"], StructuredOutput(StructureKind.REGEX, "a+")),
+        (["--grammar", 'start: "a"'], StructuredOutput(StructureKind.GRAMMAR, 'start: "a"')),
+        ([], None),
+    ],
+)
+def test_what_an_answer_is_held_to(flags: list[str], held: StructuredOutput | None) -> None:
+    parser = argparse.ArgumentParser()
+    add_structured_arguments(parser)
+    assert structured_of(parser.parse_args(flags)) == held
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--regex", "a", "--json-object"], "not allowed with argument"),
+        (["--grammar", "@/no/such/file"], "cannot read the file that --grammar names, /no/such/file"),
+        (["--choice", ""], "choice holds an empty string"),
+    ],
+)
+def test_what_an_answer_cannot_be_held_to(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert ask.main(["hello", *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 async def test_what_ends_an_answer_early_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

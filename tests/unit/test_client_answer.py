@@ -39,6 +39,13 @@ def test_facts() -> None:
     )
 
 
+def test_facts_of_an_answer_that_was_there_already() -> None:
+    answer = ClientAnswer(started_at=10.0)
+    answer.add(TokensGenerated((GeneratedToken(4),), "a"), 10.25)
+    answer.finished = RequestFinished(FinishReason.LENGTH, Usage(9, 1), Timing(), from_response_cache=True)
+    assert facts(answer).endswith("| KV handed over 0 B | an earlier answer, given again]")
+
+
 def test_facts_of_an_answer_of_one_token() -> None:
     answer = ClientAnswer(started_at=10.0)
     answer.add(TokensGenerated((GeneratedToken(4),), "a"), 10.25)
@@ -66,6 +73,7 @@ def test_json() -> None:
         "nodes": {"prefill": "a:1", "decode": "b:2"},
         "handoff_bytes": 1_572_864,
         "retries": 0,
+        "from_response_cache": False,
         "prefix_hash": "abcd",
     }
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.config import NodeConfig, RoleConfig, load, markdown_table, option, parse_size, parser, show_size
+from kvrelay.byte_size import parse_size, show_size
+from kvrelay.config import load, markdown_table, parser
 from kvrelay.errors import ConfigError
+from kvrelay.option import option
+from kvrelay.role_config import NodeConfig, RoleConfig
 from kvrelay.types import Role
 
 
@@ -231,7 +234,7 @@ def test_the_documentation_table_has_a_row_for_each_field() -> None:
     rows = markdown_table(StoreConfig, "kvstore").splitlines()
 
     assert rows[0] == "| flag | environment | default | meaning |"
-    assert len(rows) == 2 + 7 + 6
+    assert len(rows) == 2 + 10 + 6
     assert "| `--path` | `KVRELAY_KVSTORE_PATH` | required | directory of the disk tier |" in rows
     assert "| `--memory-bytes` | `KVRELAY_KVSTORE_MEMORY_BYTES` | `1GiB` | size of the memory tier |" in rows
     assert "| `--upstream` | `KVRELAY_KVSTORE_UPSTREAM` | none | store to fill from |" in rows

@@ -45,3 +45,25 @@ def test_what_is_allowed(structured: StructuredOutput) -> None:
 def test_what_is_refused(structured: StructuredOutput, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         SamplingParams(structured=structured).validate(vocab_size=10)
+
+
+HELD = StructuredOutput(StructureKind.REGEX, "a+")
+EOS, STOP = 2, 9
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token_id", "num_tokens", "ends"),
+    [
+        (SamplingParams(min_tokens=3), EOS, 2, False),
+        (SamplingParams(min_tokens=3), EOS, 3, True),
+        (SamplingParams(ignore_eos=True), EOS, 3, False),
+        (SamplingParams(structured=HELD, min_tokens=3), EOS, 2, True),
+        (SamplingParams(structured=HELD, ignore_eos=True), EOS, 2, True),
+        (SamplingParams(structured=HELD, stop_token_ids=(STOP,), min_tokens=3), STOP, 2, False),
+        (SamplingParams(structured=HELD, stop_token_ids=(STOP,), min_tokens=3), STOP, 3, True),
+        (SamplingParams(structured=HELD), STOP, 3, False),
+    ],
+)
+def test_what_ends_an_answer(sampling: SamplingParams, token_id: int, num_tokens: int, ends: bool) -> None:
+    """Held to something, it is given an end only where nothing else may follow, so that is the end of it."""
+    assert sampling.ends_answer(token_id, num_tokens, (EOS,)) is ends

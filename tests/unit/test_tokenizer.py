@@ -278,7 +278,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(directory: Path) -> No
     while encoding.is_alive():
         num_turns += 1
         time.sleep(0.001)
-    assert num_turns > 10
+    assert num_turns > 3
 
 
 @pytest.mark.parametrize(("changes", "most"), [({}, 8), ({"ggml.pre": "qwen2"}, 24)])

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.api_keys import parse_keys
+from coordinator.identity import Scope
 from kvrelay import up
 from kvrelay.errors import ConfigError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome
+from kvrelay.locks import lock
 from kvrelay.planned_roles import PlannedRole, check_ports, plan
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
@@ -54,6 +57,22 @@ def test_the_default_cluster_is_one_of_each_role() -> None:
         assert value(node.flags, "--coordinator") == "127.0.0.1:7400"
         assert value(node.flags, "--kvstore") == "127.0.0.1:7401"
         assert value(node.flags, "--dtype") == "bfloat16"
+
+
+def test_a_secure_cluster_has_certificates_a_key_and_a_port_for_nodes(tmp_path: Path) -> None:
+    locks = lock(tmp_path, "127.0.0.1")
+    roles = plan(options("--secure", "--coordinators", "2"), {"": Path("/m.gguf")}, Path("/data"), locks)
+    assert [role.cluster_port for role in roles] == [7600, 7602, None, None, None]
+    for coordinator in roles[:2]:
+        assert value(coordinator.flags, "--cluster-port") == str(coordinator.cluster_port)
+        assert value(coordinator.flags, "--tls-cert") == f"{tmp_path}/door.pem"
+    for role in roles:
+        assert value(role.flags, "--peer-cert") == f"{tmp_path}/{role.role.value}.pem"
+    for joining in roles[2:]:
+        assert value(joining.flags, "--coordinator") == "127.0.0.1:7600,127.0.0.1:7602"
+    up.check_settings([role for role in roles if role.role is Role.COORDINATOR])
+    keys = parse_keys(Path(value(roles[0].flags, "--api-keys-file")).read_bytes())
+    assert keys.identify(locks.api_key, 0.0).scopes == frozenset(Scope)
 
 
 def test_other_shapes_get_ports_and_names_in_order() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from bench.sim.clock import VirtualClock
+from bench.sim.closed_loop import Task, measure
 from bench.sim.cluster import Setup, Simulation, simulate
 from bench.sim.load import Arrival, azure, block_hashes, cut, mooncake, paced
 from bench.sim.placing import Routed
@@ -18,6 +19,7 @@ from bench.sim.reserving import Expected
 from bench.sim.results import Goal, capacity_per_s, goodput, hit_rate
 from bench.sim.shapes import NodeShape, StepTime
 from bench.sim.tables import cell
+from bench.sim.tasks import Options
 from coordinator.holders import keys_of
 
 # Round figures: a step of 10 ms and 1 ms a row; prompts at 1 ms a token and 4 ms a step; 1 ms a token on the link.
@@ -111,10 +113,16 @@ def test_a_prompt_is_found_where_it_was_computed() -> None:
 
 def test_who_is_turned_away_comes_back_when_it_was_told_to() -> None:
     setup = Setup(num_prefill=1, num_decode=1, max_queue=4, max_returns=10)
-    run = simulate(setup, busy_load())
+    run = simulate(setup, busy_load(200))
     returned = [request for request in run.requests if request.num_returns]
     assert sum(request.num_returns for request in run.requests) == len(run.returns)
     assert any(request.outcome is Outcome.FINISHED for request in returned)
+
+
+def test_in_a_closed_loop_first_tokens_come_about_when_they_are_forecast() -> None:
+    measured = measure(Task(num_clients=16, number=0, options=Options(num_requests=300, num_slices=1, jobs=1)))
+    assert measured.error_p50 < 0.25
+    assert measured.factor_p95 < 2.25
 
 
 def test_a_coordinator_sees_a_status_no_more_often_than_nodes_send_it() -> None:

@@ -63,7 +63,7 @@ def test_nobody_passes_a_request_that_was_refused() -> None:
     queue = Queue(max_trying=1)
     first = queue.enter("first")
     queue.enter("second")
-    queue.admission.refused(first)
+    queue.admission.refused(first, now=0.0)
     assert queue.new_turns() == ["first"]  # and not the second
     queue.admission.changed()
     assert queue.new_turns() == ["first"]
@@ -76,16 +76,16 @@ def test_change_during_a_try_means_another_try() -> None:
     ticket = queue.enter("first")
     queue.admission.changed()
     assert queue.new_turns() == ["first"]
-    queue.admission.refused(ticket)
+    queue.admission.refused(ticket, now=0.0)
     assert queue.new_turns() == ["first"]
-    queue.admission.refused(ticket)
+    queue.admission.refused(ticket, now=0.0)
     assert queue.new_turns() == []
 
 
 def test_resumed_request_goes_to_the_front_even_of_a_full_queue() -> None:
     queue = Queue(max_queue=1)
     waiting = queue.enter("waiting")
-    queue.admission.refused(waiting)
+    queue.admission.refused(waiting, now=0.0)
     queue.new_turns()
     with pytest.raises(OverloadedError, match="1 answers wait already"):
         queue.enter("too many")
@@ -101,7 +101,7 @@ def test_kept_places_count_until_they_are_given_back() -> None:
     assert queue.admission.num_waiting == 1
     with pytest.raises(OverloadedError, match="3 answers wait already, and 1 more would be over the 3"):
         queue.enter("other")
-    queue.admission.give_back("default", 1, 10)
+    queue.admission.give_back("default", 1, 10, now=0.0)
     queue.admission.check_room("default", 0.0, num_places=1)
     with pytest.raises(OverloadedError, match="2 answers wait already, and 2 more would be over the 3"):
         queue.admission.check_room("default", 0.0, num_places=2)
@@ -118,7 +118,7 @@ def test_request_that_was_just_refused_waits_for_a_change() -> None:
 def test_one_who_leaves_makes_way() -> None:
     queue = Queue(max_trying=1)
     first = queue.enter("first")
-    queue.admission.refused(first)
+    queue.admission.refused(first, now=0.0)
     queue.enter("second")
     queue.new_turns()
     queue.admission.leave(first, 0.0)
@@ -154,7 +154,7 @@ def test_no_wake_up_is_lost(steps: list[str]) -> None:
                 queue.admission.admitted(trying[0], now=1.0)
                 tickets.remove(trying[0])
             case "refuse" if trying:
-                queue.admission.refused(trying[-1])
+                queue.admission.refused(trying[-1], now=0.0)
             case "leave" if tickets:
                 queue.admission.leave(tickets.pop(), 0.0)
             case "change":
@@ -198,7 +198,7 @@ def test_a_refused_request_is_passed_by_no_tenant() -> None:
     queue = Queue(max_trying=2)
     large = queue.enter("large", "a", 900)
     assert queue.new_turns() == ["large"]
-    queue.admission.refused(large)
+    queue.admission.refused(large, now=0.0)
     small = queue.enter("small", "b", 1)
     assert queue.new_turns() == []
     queue.admission.changed()
@@ -228,7 +228,7 @@ def test_one_that_gives_up_unserved_costs_its_tenant_nothing() -> None:
     large = queue.enter("a-large", "a", 1000)
     tickets = {name: queue.enter(name, name[0], 100) for name in ("a1", "b0", "b1", "b2")}
     assert queue.new_turns() == ["a-large"]
-    queue.admission.refused(large)
+    queue.admission.refused(large, now=0.0)
     queue.admission.leave(large, 1.0)
     assert served_in_order(queue, tickets, 4) == ["a1", "b0", "b1", "b2"]
 
@@ -274,13 +274,13 @@ def test_counts_are_exact_in_any_state_and_everyone_is_served_in_the_end(steps: 
                 queue.serve(trying[draw % len(trying)])
                 del waiting[trying[draw % len(trying)]]
             case "refuse" if trying:
-                queue.admission.refused(trying[draw % len(trying)])
+                queue.admission.refused(trying[draw % len(trying)], now=0.0)
             case "leave" if some:
                 queue.admission.leave(some[draw % len(some)], float(number))
                 queue.admission.leave(some[draw % len(some)], float(number))
                 del waiting[some[draw % len(some)]]
             case "keep" if kept[tenant]:
-                queue.admission.give_back(tenant, 1, 10)
+                queue.admission.give_back(tenant, 1, 10, now=0.0)
                 kept[tenant] -= 1
             case "keep" if not queue.places.why_no_room(tenant, 1, 10):
                 queue.admission.keep(tenant, float(number), 1, 10)

@@ -64,7 +64,7 @@ class Bursts:
 
     def _try(self, ticket: Ticket) -> None:
         if self._num_running == NUM_AT_A_TIME:
-            self._admission.refused(ticket)
+            self._admission.refused(ticket, self._now)
             return
         self._num_running += 1
         self._admission.admitted(ticket, self._now)

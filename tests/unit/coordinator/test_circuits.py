@@ -23,6 +23,7 @@ from kvrelay.errors import (
     OverloadedError,
     PromptTooLongError,
     StaleError,
+    StructureError,
     TargetOutOfReachError,
     UnavailableError,
 )
@@ -99,6 +100,7 @@ NO_FAULT = {
     InvalidRequestError,
     BudgetSpentError,
     PromptTooLongError,
+    StructureError,
     NeverFitsError,
     OverloadedError,
     CancelledError,

@@ -34,6 +34,27 @@ def test_what_others_take_that_want_no_more_is_not_divided() -> None:
     assert some.part("c", 0.0) == pytest.approx(3 / 4 * 1 / 3)
 
 
+def test_who_had_next_to_nothing_is_due_its_weight_all_the_same() -> None:
+    """The others were never refused, so all of it was theirs, and yet it is not to wait for what they leave."""
+    some = dues()
+    for tenant, num_tokens in (("a", 989), ("b", 1), ("c", 10)):
+        some.let_in(tenant, num_tokens, num_tokens, 0.0)
+    some.refused("b", 0.0)
+    assert some.part("b", 0.0) == pytest.approx(2 / 6)
+    some.let_in("c", 10, 10, 31.0)
+    some.refused("b", 31.0)
+    assert some.part("b", 31.0) == pytest.approx(2 / 3), "a had nothing for half a minute"
+
+
+def test_of_many_tenants_that_were_refused_the_last_are_remembered() -> None:
+    some = Dues(lambda tenant: 1.0)
+    for number in range(1_001):
+        some.refused(f"t{number}", 0.0)
+    some.let_in("other", 100, 100, 0.0)
+    assert not some.is_behind("t0", "other", 0.0)
+    assert some.is_behind("t1", "other", 0.0)
+
+
 def test_ahead_is_who_had_more_over_its_weight_than_one_that_wants_more() -> None:
     some = dues()
     some.let_in("a", 300, 300, 0.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from coordinator.evened_rates import IDLE_S, EvenedRates
-from coordinator.forecast import Work
 from coordinator.members import Members
 from coordinator.pair_cost import PairCosts
+from coordinator.work import Work
 from kvrelay.cluster import NodeInfo, NodeRates, NodeStatus
 from kvrelay.types import InstanceId, Role
 from tests.support.fake_nodes import MODEL
@@ -73,6 +75,13 @@ def test_a_node_that_was_long_idle_counts_as_the_others_until_it_has_worked() ->
     assert evened(rates, C, idle(10.0), now=7.0 + IDLE_S) == 20.0
 
 
+@pytest.mark.parametrize("nonsense", [math.inf, math.nan])
+def test_what_is_no_measure_is_none_for_others(nonsense: float) -> None:
+    rates = EvenedRates()
+    rates.told(A, busy(nonsense), 0.0)
+    assert evened(rates, B, busy(100.0)) == pytest.approx(100.0)
+
+
 def test_one_that_is_gone_is_no_measure_for_others() -> None:
     rates = EvenedRates()
     rates.told(A, busy(9_000.0), 0.0)
@@ -111,5 +120,5 @@ def test_where_rates_are_not_used_nothing_counts_as_measured() -> None:
     members = Members(timeout_s=10.0, uses_rates=False)
     member = members.join(NodeInfo(Role.PREFILL_NODE, A, "a:1", MODEL), 0.0)
     members.update(member, busy(900.0), 0.0)
-    assert member.standing.token_s == 0.0
+    assert member.load.token_s == 0.0
     assert member.status.rates.prefill_tokens_per_s == 900.0

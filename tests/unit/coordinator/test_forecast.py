@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.forecast import Work, forecast_handoff, forecast_tail, tokens_lost, usual_token_s
+from coordinator.forecast import forecast_handoff, forecast_tail, tokens_lost, usual_token_s
+from coordinator.work import Work
 from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
@@ -30,16 +31,17 @@ def test_at_least_the_last_token_is_computed(num_tokens: int, num_cached_blocks:
 
 
 def test_a_handoff_is_the_queue_the_prompt_and_its_last_chunk() -> None:
-    """Behind 500 tokens; 1,000 tokens; then 32 blocks of the last 512 tokens at a thousand blocks a second. Of the
-    answer, steps of 10 ms and 2 ms for each of four sequences, the new one among them."""
+    """Behind a step of 500 tokens, half of which is done; 1,000 tokens; then 32 blocks of the last 512 tokens at a
+    thousand blocks a second. Of the answer, steps of 10 ms and 2 ms for each of four sequences, the new one among
+    them."""
     prefill = prefill_node(running=1, waiting_tokens=500, link=16e6)
     decode = decode_node(running=3, step_s=0.010, row_s=0.002)
     forecast = forecast_handoff(prefill, decode, work(), 0.0)
-    assert forecast.queue_s == pytest.approx(0.5)
+    assert forecast.queue_s == pytest.approx(0.25)
     assert forecast.load_s == 0.0
     assert forecast.prefill_s == pytest.approx(1.0)
     assert forecast.handoff_s == pytest.approx(0.032)
-    assert forecast.ttft_s == pytest.approx(1.532)
+    assert forecast.ttft_s == pytest.approx(1.282)
     assert forecast.itl_s == pytest.approx(0.018)
 
 
@@ -54,7 +56,7 @@ def test_what_an_answer_takes_alone_is_told_of_a_decode_node_that_has_nothing_to
 @pytest.mark.parametrize(("num_new_blocks", "num_tokens"), [(10, 0.0), (12, 3.2), (1_000, 8.0)])
 def test_a_tenth_of_what_is_evicted_is_computed_once_more(num_new_blocks: int, num_tokens: float) -> None:
     """10 blocks are free and 5 cached; what is held goes away by itself."""
-    node = decode_node(total=100, free=10, cached=5).standing
+    node = decode_node(total=100, free=10, cached=5).load
     assert tokens_lost(node, num_new_blocks, 16) == pytest.approx(num_tokens)
 
 
@@ -76,23 +78,34 @@ def test_what_is_cached_on_either_side_is_spared() -> None:
     assert forecast_handoff(prefill, decode_node(), work(cached_decode={D1: 63}), 0.0).handoff_s > 0
 
 
-def test_a_short_prompt_passes_longer_ones_but_for_the_oldests_quarter_and_the_step_that_runs() -> None:
-    """Two prompts of 3,000 tokens: 100 tokens wait for 256 of the step and for a third as many as they are."""
-    forecast = forecast_handoff(prefill_node(running=2, waiting_tokens=6_000), None, work(100), 0.0)
-    assert forecast.queue_s == pytest.approx(0.256 + 0.1 / 3)
-    assert forecast_handoff(prefill_node(running=2, waiting_tokens=6_000), None, work(4_000), 0.0).queue_s == 6.0
-
-
 @pytest.mark.parametrize(
-    ("num_tokens", "num_prompts", "waits_for_all"), [(600, 3, False), (600, 4, True), (500, 7, False), (500, 8, True)]
+    ("num_stored", "chance", "store", "load_s", "prefill_s"),
+    [
+        (50, 1.0, 16e6, 0.8 / 17, 0.2),  # 800 tokens at 1,000 blocks a second: 50 ms if the engine did not help
+        (50, 0.5, 16e6, 0.4 / 17, 0.6),
+        (63, 1.0, 16e6, 0.992 / 17, 0.008),  # the last token is computed, whatever is stored
+        (50, 1.0, 1e6, 0.4, 0.2),  # as fast as computing: the two meet half way
+        (50, 1.0, 0.0, 0.0, 1.0),  # never loaded anything
+        (0, 1.0, 16e6, 0.0, 1.0),
+    ],
 )
-def test_a_prompt_for_which_there_is_no_place_waits_for_all(
-    num_tokens: int, num_prompts: int, waits_for_all: bool
+def test_what_is_stored_is_loaded_while_the_engine_computes_towards_it(
+    num_stored: int, chance: float, store: float, load_s: float, prefill_s: float
 ) -> None:
-    """There are four places, and four more for those that one step of 512 tokens computes."""
-    prefill = prefill_node(running=num_prompts, waiting_tokens=9_000)
-    forecast = forecast_handoff(prefill, None, work(num_tokens), 0.0)
-    assert (forecast.queue_s == 9.0) == waits_for_all
+    """Of 1,000 tokens, 62 full blocks of them."""
+    wanted = work(num_stored=num_stored, stored_chance=chance)
+    forecast = forecast_handoff(prefill_node(store=store), None, wanted, 0.0)
+    assert (forecast.queue_s, forecast.load_s) == (0.0, pytest.approx(load_s))
+    assert forecast.prefill_s == pytest.approx(prefill_s)
+    assert forecast.ttft_s == pytest.approx(load_s + prefill_s)
+
+
+def test_what_the_node_has_is_not_loaded_and_others_prompts_hide_the_rest() -> None:
+    """20 of 50 blocks are here, 480 tokens are not and take 30 ms: others' tokens take longer."""
+    wanted = work(num_stored=50, stored_chance=1.0, cached_prefill={P1: 20})
+    assert forecast_handoff(prefill_node(store=16e6), None, wanted, 0.0).load_s == pytest.approx(0.48 / 17)
+    busy = forecast_handoff(prefill_node(store=16e6, running=1, waiting_tokens=100), None, wanted, 0.0)
+    assert (busy.queue_s, busy.load_s) == (pytest.approx(0.05), 0.0)
 
 
 def test_one_token_needs_no_handoff_and_no_step() -> None:
@@ -101,12 +114,13 @@ def test_one_token_needs_no_handoff_and_no_step() -> None:
 
 
 def test_a_tail_takes_its_tokens_and_the_steps_of_those_that_run_beside_it() -> None:
-    """1,000 tokens at 500 a second, in two steps of at most 509, each with 3 sequences more, which take 16 ms."""
+    """1,000 tokens at 500 a second, in two steps of at most 509, each with 3 sequences more, which take 16 ms; before
+    it a step with 100 tokens."""
     decode = decode_node(rate=500, running=3, step_s=0.010, row_s=0.002, waiting_tokens=100)
     forecast = forecast_tail(decode, work(num_left=50), 0.0)
-    assert forecast.queue_s == pytest.approx(0.2)
+    assert forecast.queue_s == pytest.approx(0.216)
     assert forecast.prefill_s == pytest.approx(2.0 + 2 * 0.016)
-    assert forecast.ttft_s == pytest.approx(2.232)
+    assert forecast.ttft_s == pytest.approx(2.248)
     assert forecast.itl_s == pytest.approx(0.018 + 0.2 / 50), "other prompts are computed between its tokens"
 
 
@@ -117,7 +131,7 @@ def test_what_was_sent_since_the_last_status_counts() -> None:
     decode.assign(0)
     decode.assign(0)
     forecast = forecast_handoff(prefill, decode, work(), 0.0)
-    assert (forecast.queue_s, forecast.itl_s) == (pytest.approx(0.7), pytest.approx(0.013))
+    assert (forecast.queue_s, forecast.itl_s) == (pytest.approx(0.444), pytest.approx(0.013))
 
 
 @pytest.mark.parametrize("odd", NO_RATES)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.calibration import Calibration, PlacedForecast, Way
 from coordinator.circuits import Party
-from coordinator.forecast import Work, forecast_handoff, forecast_tail
-from coordinator.foresight import Foresight, Foretold, Way
+from coordinator.forecast import forecast_handoff, forecast_tail
 from coordinator.members import Member
 from coordinator.pair import Pair
 from coordinator.pair_cost import PairCosts
+from coordinator.work import Work
 from kvrelay.types import InstanceId
 from tests.support.pair_nodes import BLOCK_BYTES, BLOCK_TOKENS, decode_node, prefill_node
 
@@ -230,14 +231,29 @@ def test_all_prefill_nodes_stand_in_line_for_a_retry() -> None:
     assert [name(one) for one in costs.prefill_for(None)] == ["p1", "p2", "p3"]
 
 
+def test_the_quickest_node_need_not_be_the_one_that_is_taken_now() -> None:
+    """p1 takes 1 s for the prompt, behind 9 s of others; p2 takes 5 s. d1 has work, so it does not tell what an answer
+    alone would get there."""
+    prefill = [prefill_node("p1", running=9, waiting_tokens=9_000), prefill_node("p2", rate=200)]
+    decode = [decode_node("d1", running=9, step_s=0.01, row_s=0.02), decode_node("d2", step_s=0.1)]
+    costs = PairCosts(prefill, decode, work())
+    assert names(costs.ranked())[0] == ("p2", "d2")
+    assert costs.least_ttft_s() == pytest.approx(1.0)
+    assert costs.least_itl_s() == 0.0
+    assert PairCosts(prefill, decode[1:], work()).least_itl_s() == pytest.approx(0.1)
+    assert PairCosts([*prefill, prefill_node("p3", rate=0)], decode, work()).least_ttft_s() == 0.0
+    tail = PairCosts(prefill, [decode_node("d1", rate=2_000)], work(), local_tail_tokens=32)
+    assert tail.least_ttft_s() == pytest.approx(0.5)
+
+
 def test_what_came_of_others_decides_too() -> None:
     """Handoffs come 0.5 s later than worked out, so a decode node that takes 0.3 s longer is the better choice."""
-    foresight = Foresight()
+    calibration = Calibration()
     args = [prefill_node()], [decode_node(rate=1_000 / 1.3)], work()
     assert names(PairCosts(*args, local_tail_tokens=32).ranked()) == [("p1", "d1")]
     for _ in range(20):
-        foresight.first_token(Foretold(Way.HANDOFF, 1.0, 1.0, 0.0, at=10.0), now=11.5)
-    assert names(PairCosts(*args, local_tail_tokens=32, foresight=foresight).ranked()) == [("-", "d1")]
+        calibration.first_token(PlacedForecast(Way.HANDOFF, 1.0, 1.0, 0.0, at=10.0), now=11.5)
+    assert names(PairCosts(*args, local_tail_tokens=32, calibration=calibration).ranked()) == [("-", "d1")]
 
 
 nodes = st.fixed_dictionaries(
@@ -292,7 +308,7 @@ def test_among_slow_links_and_fast_ones_the_pair_taken_is_nearly_the_best(links:
     """At 100 kB a second a link takes 10 s for the prompt, at 10 MB 0.1 s, and computing it from 0.5 to 2 s."""
     ratios = [taken_s / least_s for taken_s, least_s in (_taken_and_least(seed, links) for seed in range(20))]
     assert max(ratios) < 1.2
-    assert sum(ratio > 1 + 1e-9 for ratio in ratios) <= 2
+    assert sum(ratio > 1 + 1e-9 for ratio in ratios) <= 3
 
 
 def _taken_and_least(seed: int, links: list[float]) -> tuple[float, float]:
@@ -324,7 +340,7 @@ def _taken_and_least(seed: int, links: list[float]) -> tuple[float, float]:
 
 def _cost_s(prefill: Member | None, decode: Member, request: Work) -> float:
     """As docs/scheduling.md has it; every node has measured all."""
-    node, weight = decode.standing, decode.status.weight
+    node, weight = decode.load, decode.status.weight
     rows_s = node.num_rows * 0.0005 + node.next_step_s * (1 + max(0, node.num_requests + 1 - 64) / 64)
     answer_s = 64 * rows_s + (node.waiting_tokens + _evicted(decode, 69, request.cached_decode)) * node.token_s
     if prefill is not None:
@@ -360,8 +376,8 @@ def test_a_short_prompt_goes_where_it_holds_up_fewer_long_ones() -> None:
     (pair,) = rank_pairs(nodes, [decode_node()], work(500))
     assert names([pair]) == [("p2", "d1")]
     assert pair.forecast is not None
-    assert pair.forecast.ttft_s == pytest.approx((500 + 500 / 3 + 256) / 900)  # its own
-    assert pair.cost_s == pytest.approx((500 + 500) / 900)
+    assert pair.forecast.ttft_s == pytest.approx((256 + 2 * 512) / 900)  # half of the step that runs and two more
+    assert pair.cost_s == pair.forecast.ttft_s, "the other waits for no more than it does"
 
 
 @pytest.mark.parametrize(("cached_prefill", "chosen"), [({}, "p2"), ({P1: 2}, "p2"), ({P1: 10}, "p1")])

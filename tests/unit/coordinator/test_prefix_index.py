@@ -178,6 +178,15 @@ def test_what_the_node_says_settles_the_guess() -> None:
     assert index.num_guessed == 0
 
 
+def test_what_the_node_did_not_take_is_no_guess_any_more() -> None:
+    index = Index()
+    index.begin(A, "w")
+    index.assigned(A, hashes("wxyz"), T)
+    index.refused(A, hashes("wxyz"))
+    assert index.has("wxyz") == {A: 1}, "what it told of stays"
+    assert index.num_guessed == 0
+
+
 def test_guesses_are_bounded_and_the_oldest_go() -> None:
     index = Index()
     index.begin(A, "")

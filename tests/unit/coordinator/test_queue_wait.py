@@ -50,10 +50,10 @@ class Queue:
         self.admission = Admission(Places(policies, 1_000), rounds, RetryAdvice(), max_trying=1)
         for second in range(4):
             ticket = self.enter(num_tokens=100, now=second)
-            self.admission.refused(ticket)
+            self.admission.refused(ticket, now=second)
             self.admission.admitted(ticket, now=second + 1)
         self.head = self.enter(num_tokens=50, now=4.0)
-        self.admission.refused(self.head)
+        self.admission.refused(self.head, now=4.0)
 
     def enter(self, tenant: str = "a", num_tokens: int = 10, *, priority: int = 0, now: float = 4.0) -> Ticket:
         return self.admission.enter(lambda: None, Demand(tenant, num_tokens, priority), now)

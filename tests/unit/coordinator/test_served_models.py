@@ -215,7 +215,7 @@ async def test_a_refused_request_is_passed_by_those_of_other_models_and_by_no_te
 ) -> None:
     large = two.enter("large", "a-refused", 900)
     assert two.new_turns() == ["large/a-refused"]
-    two.models.find("large").admission.refused(large)
+    two.models.find("large").admission.refused(large, now=0.0)
     two.enter("large", "b-behind", 1)
     assert two.new_turns() == []
     small = two.enter("small", "a-other", 900)

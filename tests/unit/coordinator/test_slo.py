@@ -101,6 +101,19 @@ def test_a_step_that_takes_too_long_by_itself_gets_no_shorter_by_coming_back() -
     )
 
 
+def test_a_target_that_the_quickest_node_would_keep_is_not_out_of_reach_for_good() -> None:
+    """It is busy now, so the request would go to another, which is slower."""
+    slo = SloAdmission()
+    slo.note_answer(10.0)
+    forecast = Forecast(ttft_s=5.0, itl_s=0.1, prefill_s=5.0, least_itl_s=0.1)
+    now = Prediction(0.0, forecast, 1_000.0, 100, 100, quickest_ttft_s=1.0, quickest_itl_s=0.0)
+    for targets in (Targets(ttft_s=2.0), Targets(itl_s=0.05)):
+        error = refused(slo, targets, now)
+        assert error.retryable
+        assert error.retry_after_s > 0
+    assert not refused(slo, Targets(ttft_s=0.9), now).retryable
+
+
 def test_best_effort_is_never_refused_and_knows_when_it_is_late() -> None:
     heard: list[str] = []
     slo = SloAdmission(heard.append)

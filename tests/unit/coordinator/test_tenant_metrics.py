@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from coordinator.metrics import CoordinatorMetrics
+from coordinator.tenant_metrics import TenantMetrics
 
 
 def test_the_first_fifty_tenants_have_labels_and_the_rest_share_one() -> None:
     registry = CollectorRegistry()
-    metrics = CoordinatorMetrics(registry)
+    metrics = TenantMetrics(registry)
 
     def queued(tenant: str, name: str = "kvrelay_tenant_queued_answers") -> float | None:
         return registry.get_sample_value(name, {"tenant": tenant})

@@ -80,11 +80,47 @@ def test_without_a_target_prompts_leave_who_runs_beside_them_no_longer_a_wait_th
 def test_once_it_is_known_what_a_prompts_token_takes_no_step_beside_others_has_more_than_the_mark_leaves() -> None:
     with_marks, with_target, fixed = DecodeStepSize(MARKS), DecodeStepSize(MARKS, itl_target_s=0.05), DecodeStepSize()
     for size in (with_marks, with_target, fixed):
-        size.prompt_token_s = 0.002
+        size.measured(prompt_token_s=0.002, rows_s=0.01)
     assert [size.max_tail_tokens(LIMITS, 2) for size in (with_marks, with_target, fixed)] == [50, 25, 510]
     assert with_marks.max_tail_tokens(LIMITS, 1) == 511, "nothing runs beside it"
-    with_marks.prompt_token_s = 1.0
+    with_marks.measured(prompt_token_s=1.0, rows_s=0.01)
     assert with_marks.max_tail_tokens(LIMITS, 2) == 16
+
+
+def test_an_answers_own_target_leaves_prompts_what_its_step_does_not_take_and_never_nothing() -> None:
+    """2 ms a token of a prompt; without any a step takes 10 ms."""
+    for size in (DecodeStepSize(), DecodeStepSize(MARKS), DecodeStepSize(itl_target_s=9.0)):
+        assert size.max_tail_tokens(LIMITS, 2, 0.061) == 510, "what a token takes is not known"
+        size.measured(prompt_token_s=0.002, rows_s=0.01)
+        assert [size.max_tail_tokens(LIMITS, 2, target_s) for target_s in (0.061, 0.043, 0.015)] == [25, 16, 16]
+        assert size.max_tail_tokens(LIMITS, 2, 0.001) == 16, "steps without prompts are too long already"
+        assert size.max_tail_tokens(DecodeLimits(max_batch=4, max_batched_tokens=8), 4, 0.061) == 4
+
+
+def test_of_the_nodes_bound_and_the_answers_the_lesser_holds() -> None:
+    size = DecodeStepSize(MARKS, itl_target_s=0.05)
+    size.measured(prompt_token_s=0.001, rows_s=0.01)
+    assert [size.max_tail_tokens(LIMITS, 2, target_s) for target_s in (0.0, 0.0405, 9.0)] == [50, 30, 50]
+
+
+def test_the_least_target_counts_of_those_that_run_and_not_of_a_prompt_that_is_still_computed() -> None:
+    scheduler = Scheduler(DecodeLimits(max_batch=8, max_batched_tokens=512))
+    scheduler.size.measured(prompt_token_s=0.001, rows_s=0.01)
+    prompt, others = make_sequence(400), [make_sequence(1) for _ in range(3)]
+    prompt.itl_target_s = 0.02
+    scheduler.add(prompt)
+    assert step(scheduler) == [(prompt, 400)], "nobody waits for its step"
+    late = make_sequence(400)
+    for sequence, target_s in zip(others, (0.0, 0.0605, 0.1005), strict=True):
+        sequence.itl_target_s = target_s
+        scheduler.add(sequence)
+    scheduler.add(late)
+    scheduler.remove(prompt)
+    assert dict(step(scheduler))[late] == 1 + 50
+    scheduler.remove(others[1])
+    assert dict(step(scheduler))[late] == 1 + 90
+    scheduler.remove(others[2])
+    assert dict(step(scheduler))[late] == 400 - 51 - 91, "whoever is left has no target"
 
 
 def test_a_prompt_that_is_computed_while_nothing_runs_is_in_nobodys_way() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeStatus
-from kvrelay.config import NodeConfig
 from kvrelay.engine.host import EngineHost
+from kvrelay.role_config import NodeConfig
 from kvrelay.rpc.node_service import NodeService
 from kvrelay.rpc.nodes import NodeClient
 from kvrelay.types import InstanceId

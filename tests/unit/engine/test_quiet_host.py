@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster import NodeStatus
-from kvrelay.config import NodeConfig
 from kvrelay.engine.host import EngineHost
 from kvrelay.kv.quiet import Quiet
+from kvrelay.role_config import NodeConfig
 from kvrelay.types import InstanceId
 
 

@@ -159,7 +159,8 @@ def test_tokens_that_wait_are_all_that_are_to_be_computed_whether_their_jobs_wai
     core.submit(JobId(2), make_sequence(70, first=500))  # 64 of them are cached
     assert core.report().num_waiting_tokens == 100 + 6
     start(core, JobId(1))
-    assert core.step().num_waiting_tokens == 68 + 6
+    output = core.step()
+    assert (output.num_waiting_tokens, output.prompt_tokens) == (68 + 6, (68, 6))
     core.end(JobId(1))
     assert core.report().num_waiting_tokens == 6
     core.end(JobId(2))

@@ -95,12 +95,17 @@ def test_prefill_requests_survive_the_wire(request: NodeRequest, target: Handoff
     assert convert_prefill.prefill_request_from_pb(wire) == (request, target)
 
 
-@given(request=messages.node_requests(), extra=st.integers(0, 100), num_now=st.integers(0, 100))
-def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int, num_now: int) -> None:
+@given(
+    request=messages.node_requests(),
+    extra=st.integers(0, 100),
+    num_now=st.integers(0, 100),
+    itl_target_s=st.sampled_from([0.0, 0.05, 3.5]),
+)
+def test_reserve_requests_survive_the_wire(request: NodeRequest, extra: int, num_now: int, itl_target_s: float) -> None:
     num_tokens = len(request.token_ids) + extra
-    wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_now)
+    wire = convert_decode.reserve_request_to_pb(request, num_tokens, num_now, itl_target_s)
 
-    assert convert_decode.reserve_request_from_pb(wire) == (request, num_tokens, num_now)
+    assert convert_decode.reserve_request_from_pb(wire) == (request, num_tokens, num_now, itl_target_s)
 
 
 @pytest.mark.parametrize("role", Role)
@@ -149,6 +154,14 @@ def test_unset_fields_become_defaults() -> None:
     assert convert_prefill.prefill_event_from_pb(
         prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted())
     ) == PrefillStarted(CachedTokens())
+
+
+def test_of_many_prompts_a_status_tells_the_oldest_sixty_four() -> None:
+    wire = convert_cluster.node_status_to_pb(NodeStatus(prompt_tokens=tuple(range(1, 101))))
+    assert convert_cluster.node_status_from_pb(wire).prompt_tokens == tuple(range(1, 65))
+    wire.prompt_tokens.append(1)
+    with pytest.raises(InvalidRequestError, match="65 prompt_tokens are told; allowed are at most 64"):
+        convert_cluster.node_status_from_pb(wire)
 
 
 def test_zero_is_not_unset() -> None:
@@ -209,6 +222,16 @@ def layout(**changes: Any) -> types_pb2.KVLayout:
             convert_decode.reserve_request_from_pb,
             decode_pb2.ReserveRequest(request=request(), num_tokens=2),
             "num_tokens is 2, fewer than the request's 3 tokens",
+        ),
+        (
+            convert_decode.reserve_request_from_pb,
+            decode_pb2.ReserveRequest(request=request(), num_tokens=3, itl_target_s=-0.5),
+            "itl_target_s is -0.5; allowed is at least 0, finite",
+        ),
+        (
+            convert_decode.reserve_request_from_pb,
+            decode_pb2.ReserveRequest(request=request(), num_tokens=3, itl_target_s=math.nan),
+            "itl_target_s is nan; allowed is at least 0, finite",
         ),
         (convert_cluster.node_info_from_pb, node(role=0), "role 0 is unknown"),
         (convert_cluster.node_info_from_pb, node(role=77), "role 77 is unknown"),

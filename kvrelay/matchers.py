@@ -1,0 +1,99 @@
+"""Makes matchers beside the event loop: compiling one may take a second, and the loop has others to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvrelay.errors import InvalidRequestError, ModelFileError, OverloadedError
+from kvrelay.grammars import Grammars
+from kvrelay.matcher import Matcher
+from kvrelay.messages import NodeRequest
+from kvrelay.structured import StructuredOutput
+from kvrelay.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+MAX_WAITING = 64  # in the threads or waiting for one; more are turned away
+COMPILE_LIMIT_S = 4.0  # of one; what is allowed by its size takes less than half of that on a slow core
+RETRY_S = 1.0
+
+
+class Matchers:
+    """Belongs to the event loop."""
+
+    def __init__(self, grammars: Grammars, *, limit_s: float = COMPILE_LIMIT_S) -> None:
+        self._grammars = grammars
+        self._limit_s = limit_s
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._num_waiting = 0
+
+    def close(self) -> None:
+        """Those that wait for a thread are given up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def make(self, structured: StructuredOutput, token_ids: Sequence[int] = ()) -> Matcher:
+        """For an answer that has `token_ids` already.
+
+        Raises InvalidRequestError with the reason when it cannot be compiled, or not within the limit; OverloadedError
+        if others take all threads for as long, or too many wait.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise _overloaded()
+        began = threading.Event()
+
+        def run() -> Matcher:
+            began.set()
+            return self._grammars.matcher(structured, token_ids)
+
+        self._num_waiting += 1
+        made = asyncio.get_running_loop().run_in_executor(self._threads, run)
+        made.add_done_callback(self._done)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.shield(made)  # a thread cannot be called back
+        except TimeoutError as error:
+            if not began.is_set():
+                raise _overloaded() from error
+            raise InvalidRequestError(
+                f"{structured.kind} is refused: it takes more than {self._limit_s:g} s to compile; simplify it"
+            ) from error
+        finally:
+            if not began.is_set():
+                made.cancel()
+
+    def _done(self, made: asyncio.Future[Matcher]) -> None:
+        """Also of one that nobody waits for any more: a thread that works on it is no free one."""
+        self._num_waiting -= 1
+        if not made.cancelled():
+            made.exception()  # is told to who waits, if anyone does
+
+
+def make_matchers(tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Matchers | None:
+    """Takes a second for a large vocabulary. None, with a warning, where no answer could say that it is complete."""
+    try:
+        return Matchers(Grammars(tokenizer, eos_token_ids))
+    except ModelFileError as error:
+        logger.warning("no answer can be held to a schema or a grammar: %s", error.message)
+        return None
+
+
+async def matcher_of(request: NodeRequest, matchers: Matchers | None) -> Matcher | None:
+    """Of what a request's answer is held to, if it is, with the tokens it has. Raises as Matchers.make, and
+    InvalidRequestError where `matchers` is None."""
+    structured = request.sampling.structured
+    if structured is None:
+        return None
+    if matchers is None:
+        raise InvalidRequestError(
+            f"{structured.kind} is refused: this node's model has no tokenizer with an end-of-sequence token"
+        )
+    return await matchers.make(structured, request.token_ids[request.num_prompt_tokens :])
+
+
+def _overloaded() -> OverloadedError:
+    return OverloadedError("too many grammars and schemas are being compiled; try again later", retry_after_s=RETRY_S)
