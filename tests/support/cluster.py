@@ -207,10 +207,13 @@ class Cluster:
     store_args: list[str] = field(default_factory=list)
     busy_signal: bool = False
     fresh: bool = False  # each role imports all it needs by itself
+    cluster_ports: bool = False  # nodes join by ports of their own
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(self.num_coordinators)]
+        self.http_ports = [free_port() for _ in range(self.num_coordinators)]
+        self.joined = [f"127.0.0.1:{free_port()}" for _ in self.addresses] if self.cluster_ports else self.addresses
         self.coordinators = [self._coordinator(index) for index in range(self.num_coordinators)]
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
@@ -219,6 +222,11 @@ class Cluster:
     @property
     def address(self) -> str:
         return self.addresses[0]
+
+    @property
+    def base_url(self) -> str:
+        """Of OpenAI's API at the first coordinator."""
+        return f"http://127.0.0.1:{self.http_ports[0]}/v1"
 
     @property
     def coordinator(self) -> RoleProcess:
@@ -268,16 +276,19 @@ class Cluster:
 
     def _store_role(self) -> RoleProcess:
         path = self.directory / "store"
-        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.addresses)]
+        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.joined)]
         return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2], "--http-port", "-1"]
+        port, http_port = self.addresses[index].rpartition(":")[2], str(self.http_ports[index])
+        args = ["--model", str(self.model), "--port", port, "--http-port", http_port]
+        if self.cluster_ports:
+            args += ["--cluster-port", self.joined[index].rpartition(":")[2]]
         return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
         args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]
-        args += ["--num-blocks", str(self.num_blocks), "--coordinator", ",".join(self.addresses)]
+        args += ["--num-blocks", str(self.num_blocks), "--coordinator", ",".join(self.joined)]
         if self.store is not None:
             args += ["--kvstore", f"127.0.0.1:{self.store_port}"]
         return self._role(role, index, [*args, *extra])
