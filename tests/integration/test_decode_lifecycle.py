@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+from typing import Any
 
 import grpc
 import pytest
