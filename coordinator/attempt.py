@@ -267,15 +267,15 @@ class Attempt:
         self._send(self._state.answer.add(tokens))
 
     def _came_first(self) -> None:
-        """The first token, against what was foretold: a retried attempt would tell of failures."""
-        self._first_at, foretold = time.monotonic(), self._state.foretold
-        if foretold is not None and not self._state.account.num_retries:
-            self._cluster.foresight.first_token(foretold, self._first_at)
+        """The first token, against what was forecast: a retried attempt would tell of failures."""
+        self._first_at, placed = time.monotonic(), self._state.placed_forecast
+        if placed is not None and not self._state.account.num_retries:
+            self._cluster.calibration.first_token(placed, self._first_at)
 
     def _came_last(self) -> None:
-        foretold, num_gaps = self._state.foretold, len(self._state.answer.token_ids) - 1
-        if foretold is not None and not self._state.account.num_retries and num_gaps > 0:
-            self._cluster.foresight.ended(foretold, (time.monotonic() - self._first_at) / num_gaps)
+        placed, num_gaps = self._state.placed_forecast, len(self._state.answer.token_ids) - 1
+        if placed is not None and not self._state.account.num_retries and num_gaps > 0:
+            self._cluster.calibration.ended(placed, (time.monotonic() - self._first_at) / num_gaps)
 
     def _send(self, generated: TokensGenerated) -> None:
         if generated.tokens or generated.text:

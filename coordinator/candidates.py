@@ -40,7 +40,7 @@ def costs_of(
         avoid=state.avoid,
         num_blocks_now=num_blocks_now,
         local_tail_tokens=local_tail_tokens,
-        foresight=cluster.foresight,
+        calibration=cluster.calibration,
     )
 
 

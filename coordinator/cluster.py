@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+from coordinator.calibration import Calibration
 from coordinator.circuits import Circuits, Party, answers
-from coordinator.foresight import Foresight
 from coordinator.members import COMPUTING_ROLES, Member, Members
 from coordinator.nodes import Nodes
 from coordinator.prefix_index import MAX_BLOCKS, PrefixIndex
@@ -41,7 +41,7 @@ class Cluster:
         self.presence = Presence()
         self.stored = StoredPrefixes(self._is_held, max_indexed_blocks)
         self.caches = {role: PrefixIndex(max_indexed_blocks, self.stored.given_up) for role in COMPUTING_ROLES}
-        self.foresight = Foresight()
+        self.calibration = Calibration()
         self._guards: defaultdict[InstanceId, set[asyncio.Timeout]] = defaultdict(set)
         self._ends_streams = False
         self._timer: asyncio.TimerHandle | None = None

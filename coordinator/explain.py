@@ -97,12 +97,12 @@ class Life:
         if self.last_token_at is not None and account.first_token_at is not None and num_gaps > 0:
             itl_s = (self.last_token_at - account.first_token_at) / num_gaps
         ttft_s = 0.0 if account.first_token_at is None else account.first_token_at - account.accepted_at
-        foretold = first.foretold
-        if foretold is None:
+        placed = first.placed_forecast
+        if placed is None:
             return ForecastOutcome(0.0, ttft_s, 0.0, itl_s)
-        waited_s = foretold.at - account.accepted_at
-        is_later = account.first_token_at is not None and foretold.at > account.first_token_at  # that of a resume
-        return ForecastOutcome(0.0 if is_later else waited_s + foretold.ttft_s, ttft_s, foretold.itl_s, itl_s)
+        waited_s = placed.at - account.accepted_at
+        is_later = account.first_token_at is not None and placed.at > account.first_token_at  # that of a resume
+        return ForecastOutcome(0.0 if is_later else waited_s + placed.ttft_s, ttft_s, placed.itl_s, itl_s)
 
 
 def _num_blocks(state: RequestState) -> int:

@@ -147,7 +147,7 @@ class Coordinator:
             uses_rates=config.placement == "cost",
         )
         cluster = Cluster(members, self._nodes, partial(self._changed, name), config.prefix_index_blocks)
-        cluster.foresight.on_came = self._prediction_metrics.came
+        cluster.calibration.on_came = self._prediction_metrics.came
         return ServedModel(
             name,
             Text(tokenizer, self._long_texts, self._make_matchers(tokenizer)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from coordinator.evened_rates import EvenedRates
-from coordinator.standing import standing_of
+from coordinator.node_load import load_of
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeRates, NodeStatus
 from kvrelay.errors import ForeignBlockError, InvalidRequestError, StaleError
 from kvrelay.types import InstanceId, Role
@@ -19,31 +19,31 @@ COMPUTING_ROLES = (Role.PREFILL_NODE, Role.DECODE_NODE)
 
 
 class Member:
-    """One node. `standing` is what it comes to: worked out when it changes, so that whoever looks at all nodes finds it
+    """One node. `load` is what it comes to: worked out when it changes, so that whoever looks at all nodes finds it
     ready."""
 
-    __slots__ = ("info", "is_connected", "last_seen", "rates", "standing")
+    __slots__ = ("info", "is_connected", "last_seen", "load", "rates")
 
     def __init__(self, info: NodeInfo, status: NodeStatus, last_seen: float) -> None:
         self.info = info
         self.last_seen = last_seen
         self.is_connected = True  # until its Join stream ends
         self.rates: NodeRates | None = None  # what counts of what it measured from its next status on; None: all
-        self.standing = standing_of(status, rates=self.rates)
+        self.load = load_of(status, rates=self.rates)
 
     @property
     def status(self) -> NodeStatus:
         """Its last one; a new one tells of all that it was sent before."""
-        return self.standing.status
+        return self.load.status
 
     @status.setter
     def status(self, status: NodeStatus) -> None:
-        self.standing = standing_of(status, rates=self.rates)
+        self.load = load_of(status, rates=self.rates)
 
     def assign(self, num_tokens: int) -> None:
         """One request more is sent there, with so many uncached tokens of its prompt to compute."""
-        node = self.standing
-        self.standing = standing_of(node.status, (*node.assigned, num_tokens), self.rates)
+        node = self.load
+        self.load = load_of(node.status, (*node.assigned, num_tokens), self.rates)
 
     def is_alive(self, now: float) -> bool:
         """Demonstrably: its stream is open, as that of a machine that is gone may be for a while, and it was heard of
@@ -112,7 +112,7 @@ class Members:
             step_tokens=was.step_tokens,
             prompt_tokens=was.prompt_tokens,
         )
-        changed = was != told or bool(member.standing.assigned)
+        changed = was != told or bool(member.load.assigned)
         member.rates = self._rates_of(member, status, now)
         member.status, member.last_seen = status, now
         self._note(member)

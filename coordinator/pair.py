@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from coordinator.calibration import Calibration, Way
 from coordinator.forecast import (
     Forecast,
     forecast_handoff,
@@ -19,7 +20,6 @@ from coordinator.forecast import (
     usual_answer_token_s,
     usual_token_s,
 )
-from coordinator.foresight import Foresight, Way
 from coordinator.members import Member
 from coordinator.router import has_slot
 from coordinator.work import Work
@@ -67,12 +67,12 @@ class Prices:
         work: Work,
         prefill: Sequence[Member],
         decode: Sequence[Member],
-        foresight: Foresight,
+        calibration: Calibration,
         num_blocks_now: Callable[[Member], int],
     ) -> None:
         self._work = work
         self._num_blocks_now = num_blocks_now
-        self._foresight = foresight
+        self._calibration = calibration
         self.token_s = usual_token_s(prefill or decode)
         self.answer_token_s = usual_answer_token_s(decode)
 
@@ -86,8 +86,8 @@ class Prices:
         if not self.known:
             return Pair(prefill, None, None)
         forecast = forecast_handoff(prefill, None, self._work, self.token_s)
-        ttft_s = self._foresight.correct_s(Way.ALONE, forecast.ttft_s)
-        cost_s = (ttft_s + others_wait_s(prefill, self._work, self.token_s)) / prefill.standing.weight
+        ttft_s = self._calibration.correct_s(Way.ALONE, forecast.ttft_s)
+        cost_s = (ttft_s + others_wait_s(prefill, self._work, self.token_s)) / prefill.load.weight
         return Pair(prefill, None, forecast, cost_s)
 
     def tail(self, decode: Member, work: Work) -> Pair:
@@ -95,25 +95,25 @@ class Prices:
         if not self.known:
             return Pair(None, decode, None)
         forecast = forecast_tail(decode, work, self.token_s)
-        ttft_s = self._foresight.correct_s(Way.TAIL, forecast.ttft_s)
+        ttft_s = self._calibration.correct_s(Way.TAIL, forecast.ttft_s)
         cost_s = ttft_s + self._held_up_s(decode, work) + self._answer_s(decode, work)
-        return Pair(None, decode, forecast, cost_s / decode.standing.weight)
+        return Pair(None, decode, forecast, cost_s / decode.load.weight)
 
     def handoff(self, prefill: Member, decode: Member, work: Work) -> Pair:
         """`work` as `tail`'s."""
         if not self.known:
             return Pair(prefill, decode, None)
         forecast = forecast_handoff(prefill, decode, work, self.token_s)
-        ttft_s = self._foresight.correct_s(Way.HANDOFF, forecast.ttft_s)
-        cost_s = (ttft_s + others_wait_s(prefill, work, self.token_s)) / prefill.standing.weight + self._answer_s(
+        ttft_s = self._calibration.correct_s(Way.HANDOFF, forecast.ttft_s)
+        cost_s = (ttft_s + others_wait_s(prefill, work, self.token_s)) / prefill.load.weight + self._answer_s(
             decode, work
-        ) / decode.standing.weight
+        ) / decode.load.weight
         return Pair(prefill, decode, forecast, cost_s)
 
     def _answer_s(self, decode: Member, work: Work) -> float:
         """That the answer takes, behind the prompts computed there, and holds up the sequences beside it; and that it
         takes to compute once more what is evicted there."""
-        node, num_cached = decode.standing, work.cached_decode.get(decode.info.instance_id, 0)
+        node, num_cached = decode.load, work.cached_decode.get(decode.info.instance_id, 0)
         lost_s = tokens_lost(node, self._num_blocks_now(decode) - num_cached, work.block_tokens) * (
             node.token_s or self.token_s
         )
@@ -121,6 +121,6 @@ class Prices:
 
     def _held_up_s(self, decode: Member, work: Work) -> float:
         """That the prompt, computed there, holds up the sequences that run there, all together."""
-        node = decode.standing
+        node = decode.load
         num_uncached = work.num_uncached(work.cached_decode.get(decode.info.instance_id, 0))
         return node.num_rows * num_uncached * (node.token_s or self.token_s)

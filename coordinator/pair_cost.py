@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from coordinator.calibration import Calibration
 from coordinator.circuits import Party
 from coordinator.forecast import least_itl_s
-from coordinator.foresight import Foresight
 from coordinator.members import Member
 from coordinator.pair import Pair, Prices
 from coordinator.prompt_parts import parts_of
@@ -39,7 +39,7 @@ class PairCosts:
         avoid: Collection[Party] = (),
         num_blocks_now: Callable[[Member], int] | None = None,
         local_tail_tokens: int = 0,
-        foresight: Foresight | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         """`suspects`, which failed others lately, come late and `avoid`, which failed this very answer, last: nodes,
         and links between two. `num_blocks_now` says what a decode node sets aside at first, by its limits'
@@ -55,7 +55,7 @@ class PairCosts:
         self._local_tail_tokens = local_tail_tokens
         self._prefill = _offered(prefill, work.num_prompt_blocks)
         self._decode = _offered(decode, work.num_blocks)
-        self._prices = Prices(work, self._prefill, self._decode, foresight or Foresight(), self._num_blocks)
+        self._prices = Prices(work, self._prefill, self._decode, calibration or Calibration(), self._num_blocks)
         # An answer may grow beyond the pools of prefill nodes, which held its prompt; resumed, it needs none of them.
         self.outgrown = not self._prefill and bool(_offered(prefill, 0))
         self._best_prefill = self._rank_prefill(NUM_BEST)
@@ -103,18 +103,18 @@ class PairCosts:
         has measured nothing. The pair that costs least now may be none of the quickest."""
         work, prefill_s = self.work, []
         for member in self._prefill:
-            node, num_cached = member.standing, work.cached_prefill.get(member.info.instance_id, 0)
+            node, num_cached = member.load, work.cached_prefill.get(member.info.instance_id, 0)
             parts = parts_of(work, node, num_cached, node.token_s)
             prefill_s.append(parts.load_s(queue_s=0.0) + parts.rest_s)
         for member in filter(self._may_compute, self._decode):
             num_uncached = work.num_uncached(work.cached_decode.get(member.info.instance_id, 0))
-            prefill_s.append(num_uncached * member.standing.token_s)
+            prefill_s.append(num_uncached * member.load.token_s)
         return min(prefill_s, default=0.0)
 
     def least_itl_s(self) -> float:
         """Between two tokens on the quickest decode node with nothing beside the answer; 0 while one has work, which
         does not tell."""
-        return min((least_itl_s(member.standing) for member in self._decode), default=0.0)
+        return min((least_itl_s(member.load) for member in self._decode), default=0.0)
 
     # One pair
 
@@ -123,7 +123,7 @@ class PairCosts:
 
     def _may_compute(self, decode: Member) -> bool:
         """Whether it is known what the decode node would take for a prompt."""
-        return bool(self._local_tail_tokens and self._prices.known and decode.standing.token_s)
+        return bool(self._local_tail_tokens and self._prices.known and decode.load.token_s)
 
     def _handoff(self, decode: Member, work: Work) -> Pair:
         """By the prefill node that is best for it; one that failed, alone or by its link, only where every one did."""
@@ -179,7 +179,7 @@ class PairCosts:
             suspect,
             self._is_crowded(decode),
             pair.cost_s,
-            decode.standing.num_requests,
+            decode.load.num_requests,
             -decode.status.blocks.available,
             instance_id,
         )
@@ -218,4 +218,4 @@ def _nodes(parties: Collection[Party]) -> set[InstanceId]:
 
 def _offered(members: Iterable[Member], num_blocks: int) -> list[Member]:
     """Those that take new work and whose pools could hold so much."""
-    return [one for one in members if one.standing.num_offered_blocks >= num_blocks]
+    return [one for one in members if one.load.num_offered_blocks >= num_blocks]

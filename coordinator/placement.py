@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 
 from coordinator.admission import Admission
+from coordinator.calibration import PlacedForecast
 from coordinator.candidates import costs_of
 from coordinator.cluster import Cluster
 from coordinator.forecast import Forecast
-from coordinator.foresight import Foretold
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.members import Member
 from coordinator.pair import Pair
@@ -102,7 +102,7 @@ class Placer:
         pairs = costs.ranked()
         if not pairs or pairs[0].forecast is None:
             return None
-        return self._cluster.foresight.correct(pairs[0].way, pairs[0].forecast)
+        return self._cluster.calibration.correct(pairs[0].way, pairs[0].forecast)
 
     def predict(self) -> Prediction:
         """What it would get if it entered the queue now."""
@@ -189,7 +189,7 @@ class Placer:
             self._why_refused.append("no prefill node has a slot")
         if self._state.answer.num_left == 1 and not costs.outgrown:
             if costs.has_slot:
-                self._foretell(pairs[0])
+                self._note_forecast(pairs[0])
             return costs.has_slot, None
         for pair in pairs:
             if pair.decode is None or (pair.prefill is not None and not costs.has_slot):
@@ -210,21 +210,21 @@ class Placer:
         """Counts the request on both nodes at once: other tries of this moment go on before its attempt begins."""
         num_cached = num_cached_blocks * self._state.accepted.model.layout.block_tokens
         num_tokens = max(1, self._state.num_tokens - num_cached) if pair.prefill is None else 0
-        self._foretell(pair)
+        self._note_forecast(pair)
         self._cluster.assigned(decode, self._state.hashes(), num_tokens)
         if pair.prefill is not None:
             num_blocks = work.cached_prefill.get(pair.prefill.info.instance_id, 0)
             self._cluster.assigned(pair.prefill, self._state.hashes(), work.num_uncached(num_blocks))
 
-    def _foretell(self, pair: Pair) -> None:
+    def _note_forecast(self, pair: Pair) -> None:
         """Notes what the pair is expected to give, for when it shows."""
         state, forecast, now = self._state, pair.forecast, time.monotonic()
         if forecast is None:
-            state.foretold = None
+            state.placed_forecast = None
             return
-        ttft_s = self._cluster.foresight.correct_s(pair.way, forecast.ttft_s)
-        itl_s = self._cluster.foresight.correct_itl_s(forecast.itl_s)
-        state.foretold = Foretold(pair.way, forecast.ttft_s, ttft_s, itl_s, now, forecast.itl_s)
+        ttft_s = self._cluster.calibration.correct_s(pair.way, forecast.ttft_s)
+        itl_s = self._cluster.calibration.correct_itl_s(forecast.itl_s)
+        state.placed_forecast = PlacedForecast(pair.way, forecast.ttft_s, ttft_s, itl_s, now, forecast.itl_s)
 
     async def _reserve(self, member: Member) -> ReservationGranted | None:
         """None when the node has no room or cannot be reached."""

@@ -1,4 +1,4 @@
-"""What is counted of forecasts: what came, beside what was foretold."""
+"""What is counted of forecasts: what came, beside what was forecast."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PredictionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._errors_s = Histogram(
             "kvrelay_prediction_error_seconds",
-            "What came less what was foretold when the request was placed, of ttft: until the first token, itl: "
+            "What came less what was forecast when the request was placed, of ttft: until the first token, itl: "
             "between two of an answer, in the mean.",
             ["of"],
             buckets=ERROR_BUCKETS,
@@ -50,7 +50,7 @@ class PredictionMetrics:
             self._errors_s.labels(what)
             self._ratios.labels(what)
 
-    def came(self, what: str, foretold_s: float, came_s: float) -> None:
+    def came(self, what: str, forecast_s: float, came_s: float) -> None:
         """`what` is "ttft" or "itl"."""
-        self._errors_s.labels(what).observe(came_s - foretold_s)
-        self._ratios.labels(what).observe(came_s / max(foretold_s, 1e-6))
+        self._errors_s.labels(what).observe(came_s - forecast_s)
+        self._ratios.labels(what).observe(came_s / max(forecast_s, 1e-6))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.standing import Standing
+from coordinator.node_load import NodeLoad
 from coordinator.work import Work
 
 
@@ -46,7 +46,7 @@ class PromptParts:
         return self.load_token_s / both_s if both_s else 0.0
 
 
-def parts_of(work: Work, node: Standing, num_cached_blocks: int, token_s: float) -> PromptParts:
+def parts_of(work: Work, node: NodeLoad, num_cached_blocks: int, token_s: float) -> PromptParts:
     """Of a prompt of which `node` has so many leading blocks. A node that never loaded anything is taken for one that
     has no store."""
     num_uncached = work.num_uncached(num_cached_blocks)

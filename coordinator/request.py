@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.answer import Answer
+from coordinator.calibration import PlacedForecast
 from coordinator.circuits import Party
-from coordinator.foresight import Foretold
 from coordinator.members import Member
 from coordinator.pair import Pair
 from coordinator.slo import NO_TARGETS, Targets
@@ -75,7 +75,7 @@ class RequestState:
         self.avoid: set[Party] = set()
         self.steps = Steps(accepted.request_id, now)
         self.considered: Sequence[Pair] = ()  # when it was last tried to place it, best first
-        self.foretold: Foretold | None = None  # of the last placement; None where nothing was measured
+        self.placed_forecast: PlacedForecast | None = None  # of the last placement; None where nothing was measured
         self._num_tokens_before = 0  # of the answer, when the attempt began
         model = accepted.model
         self._root = chain_root(model.fingerprint, model.layout.fingerprint, accepted.scope.salt)

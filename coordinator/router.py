@@ -41,7 +41,7 @@ def rank_decode(
             instance_id in avoid,
             instance_id in suspects,
             crowded,
-            DECODE_REQUEST_BLOCKS * (member.standing.num_requests + 1) / status.weight - cached,
+            DECODE_REQUEST_BLOCKS * (member.load.num_requests + 1) / status.weight - cached,
             -status.blocks.available,
             instance_id,
         )
@@ -66,7 +66,7 @@ def rank_prefill(
             instance_id in avoid,
             instance_id in suspects,
             not has_slot(member),
-            PREFILL_REQUEST_BLOCKS * (member.standing.num_requests + 1) / status.weight - cached,
+            PREFILL_REQUEST_BLOCKS * (member.load.num_requests + 1) / status.weight - cached,
             instance_id,
         )
 
@@ -80,4 +80,4 @@ def _may_take(member: Member, num_blocks: int) -> bool:
 
 def has_slot(member: Member) -> bool:
     """Whether the node would take one more request now, as far as its last status tells."""
-    return member.standing.has_slot
+    return member.load.has_slot

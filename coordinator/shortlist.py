@@ -69,7 +69,7 @@ def _near_prefill(
     cached, num_blocks, block_tokens = work.cached_prefill, work.num_prompt_blocks, work.block_tokens
     costs_s: list[float] = []
     for member in members:
-        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        node, num_cached = member.load, cached.get(member.info.instance_id, 0)
         num_uncached = uncached[num_cached]
         num_tokens: float = node.waiting_tokens
         if num_tokens > num_uncached * node.num_requests:
@@ -86,7 +86,7 @@ def _near_prefill(
 
 
 def _cost_s(prefill: Member, work: Work, usual_s: float) -> float:
-    node, cost_s = prefill.standing, _ready_s(prefill, work, usual_s)
+    node, cost_s = prefill.load, _ready_s(prefill, work, usual_s)
     if work.num_left > 1:
         cost_s += late_s(node, work, _parts(prefill, work, usual_s), work.num_prompt_blocks)
     return cost_s / node.weight + BUSY_S * (not node.has_slot)
@@ -98,7 +98,7 @@ def _ready_s(prefill: Member, work: Work, usual_s: float) -> float:
 
 
 def _parts(prefill: Member, work: Work, usual_s: float) -> PromptParts:
-    node = prefill.standing
+    node = prefill.load
     return parts_of(work, node, work.cached_prefill.get(prefill.info.instance_id, 0), node.token_s or usual_s)
 
 
@@ -126,7 +126,7 @@ def best_decode(
     num_blocks: dict[int, int] = {}  # to set aside now, by what nodes set aside of an answer
     costs_s: list[float] = []
     for member in members:
-        node, num_cached = member.standing, cached.get(member.info.instance_id, 0)
+        node, num_cached = member.load, cached.get(member.info.instance_id, 0)
         cost_s = handed_over_s[num_cached]
         if may_compute and node.weighted_tail_token_s:
             tail_s = uncached[num_cached] * node.weighted_tail_token_s
@@ -153,7 +153,7 @@ def _handed_over_s(prefill: Member | None, work: Work, usual_s: float, num_cache
     """BUSY_S where there is no prefill node: less than any of a kind, the same for all."""
     if prefill is None:
         return BUSY_S
-    node, parts = prefill.standing, _parts(prefill, work, usual_s)
+    node, parts = prefill.load, _parts(prefill, work, usual_s)
     return (_ready_s(prefill, work, usual_s) + after_last_s(node, work, parts, num_cached)) / node.weight
 
 
@@ -173,7 +173,7 @@ def _least(
         ]
     most_s = heapq.nsmallest(num_best, costs_s)[-1] if costs_s and num_best else 0.0
     few = [
-        (cost_s, member.standing.num_requests, member.info.instance_id, member)
+        (cost_s, member.load.num_requests, member.info.instance_id, member)
         for cost_s, member in zip(costs_s, members, strict=True)
         if cost_s <= most_s
     ]

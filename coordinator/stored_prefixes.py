@@ -12,10 +12,23 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from coordinator.holders import keys_of
+from coordinator.last_heard import LastHeard
 from kvrelay.types import BlockHash
 
 HALF_TOKENS = 16_384  # expected before the last so many count half
 _MAX_TENANTS = 1_000  # whose chances are remembered
+
+
+class _Share:
+    __slots__ = ("came", "expected")
+
+    def __init__(self) -> None:
+        self.came = self.expected = 0.0
+
+    def add(self, num_expected: int, num_came: int) -> None:
+        kept = 0.5 ** (num_expected / HALF_TOKENS)
+        self.came = kept * self.came + num_came
+        self.expected = kept * self.expected + num_expected
 
 
 class StoredPrefixes:
@@ -25,7 +38,7 @@ class StoredPrefixes:
         self._held = held
         self._max_blocks = max_blocks
         self._given_up: dict[int, None] = {}  # the longest ago first
-        self._shares: dict[str, _Share] = {}
+        self._shares = LastHeard(_Share, _MAX_TENANTS)
 
     def given_up(self, keys: Iterable[int]) -> None:
         """A node has these no more."""
@@ -53,20 +66,4 @@ class StoredPrefixes:
         num_expected = max(num_expected, num_tokens)
         if num_expected == 0:
             return
-        share = self._shares.pop(tenant, None) or _Share()
-        self._shares[tenant] = share
-        share.add(num_expected, num_tokens)
-        if len(self._shares) > _MAX_TENANTS:  # the one that is longest unheard of
-            del self._shares[next(iter(self._shares))]
-
-
-class _Share:
-    __slots__ = ("came", "expected")
-
-    def __init__(self) -> None:
-        self.came = self.expected = 0.0
-
-    def add(self, num_expected: int, num_came: int) -> None:
-        kept = 0.5 ** (num_expected / HALF_TOKENS)
-        self.came = kept * self.came + num_came
-        self.expected = kept * self.expected + num_expected
+        self._shares.of(tenant).add(num_expected, num_tokens)

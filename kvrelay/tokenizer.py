@@ -66,7 +66,8 @@ class Tokenizer:
         self.add_bos = add_bos and bos_token_id is not None
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised.
+        """Token ids of `text`; special tokens written out in it are recognised. With `add_bos` it begins with one BOS
+        token, also where the text is written with it.
 
         Raises InvalidRequestError when the text is not Unicode (half of a surrogate pair).
         """
@@ -76,7 +77,7 @@ class Tokenizer:
             raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
         # Of the library's ways to encode this one lets other threads run meanwhile, and it notes no offsets.
         token_ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if add_bos and self.bos_token_id is not None:
+        if add_bos and self.bos_token_id is not None and token_ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *token_ids]
         return token_ids
 

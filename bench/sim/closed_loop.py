@@ -51,8 +51,8 @@ class Measured:
 
     came_p50_s: float
     came_p95_s: float
-    error_p50: float  # of what was foretold
-    factor_p95: float  # between what was foretold and what came, whichever is more
+    error_p50: float  # of what was forecast
+    factor_p95: float  # between what was forecast and what came, whichever is more
 
 
 class ClosedLoop(Simulation):
@@ -93,16 +93,16 @@ class ClosedLoop(Simulation):
 def measure(task: Task) -> Measured:
     requests = ClosedLoop(task.num_clients, task.options.num_requests, task.number).run_all()[NUM_WARM:]
     seen = [
-        (one.first_token_at - one.foretold.at, one.foretold.ttft_s)
+        (one.first_token_at - one.placed_forecast.at, one.placed_forecast.ttft_s)
         for one in requests
-        if one.first_token_at is not None and one.foretold is not None
+        if one.first_token_at is not None and one.placed_forecast is not None
     ]
     came = [came_s for came_s, _ in seen]
     return Measured(
         quantile(came, 0.5),
         quantile(came, 0.95),
-        quantile([abs(came_s / foretold_s - 1) for came_s, foretold_s in seen], 0.5),
-        quantile([max(came_s / foretold_s, foretold_s / came_s) for came_s, foretold_s in seen], 0.95),
+        quantile([abs(came_s / forecast_s - 1) for came_s, forecast_s in seen], 0.5),
+        quantile([max(came_s / forecast_s, forecast_s / came_s) for came_s, forecast_s in seen], 0.95),
     )
 
 

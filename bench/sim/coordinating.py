@@ -20,8 +20,8 @@ from bench.sim.reserving import Reserving
 from bench.sim.shapes import NodeShape
 from bench.sim.view import View
 from coordinator.admission import Admission
+from coordinator.calibration import PlacedForecast
 from coordinator.cluster import LOOK_AGAIN_S
-from coordinator.foresight import Foretold
 from coordinator.members import Member, Members
 from coordinator.queue import Demand
 from coordinator.slo import Targets
@@ -94,8 +94,8 @@ class Coordinator:
 
     def began(self, request: SimRequest) -> None:
         """A decode node has its first token."""
-        if request.foretold is not None:
-            self._clock.after(self._shape.call_s, self._hear_of_first, request, request.foretold)
+        if request.placed_forecast is not None:
+            self._clock.after(self._shape.call_s, self._hear_of_first, request, request.placed_forecast)
 
     def finished(self, request: SimRequest) -> None:
         """A decode node drew its last token."""
@@ -149,7 +149,7 @@ class Coordinator:
             self._no_room(request)
             return
         request.decode_node, request.is_tail = decode.info.instance_id, settled.prefill is None
-        request.foretold = settled.foretold
+        request.placed_forecast = settled.placed_forecast
         num_uncached = max(1, request.arrival.num_prompt - request.num_cached_decode)
         self._view.assigned(decode, request, num_uncached if request.is_tail else 0)
         self._admission.admitted(request.ticket, self._clock.now)
@@ -208,8 +208,8 @@ class Coordinator:
 
     # Its end
 
-    def _hear_of_first(self, request: SimRequest, foretold: Foretold) -> None:
-        self._placing.came(foretold, self._clock.now)
+    def _hear_of_first(self, request: SimRequest, placed_forecast: PlacedForecast) -> None:
+        self._placing.came(placed_forecast, self._clock.now)
 
     def _hear_of_end(self, request: SimRequest) -> None:
         self._reserving.finished(request.arrival)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bench.sim.placing import Known, Settled
 from bench.sim.request import SimRequest
+from coordinator.calibration import Calibration, PlacedForecast
 from coordinator.forecast import Forecast
-from coordinator.foresight import Foresight, Foretold
 from coordinator.members import Member
 from coordinator.pair_cost import Pair, PairCosts
 from coordinator.work import Work
@@ -20,7 +20,7 @@ class PairCost:
         """`local_tail_tokens` 0: decode nodes compute no prompts. `learns`: forecasts are corrected by what came."""
         self._local_tail_tokens = local_tail_tokens
         self._learns = learns
-        self._foresight = Foresight()
+        self._calibration = Calibration()
 
     def choose(self, request: SimRequest, known: Known) -> _PairChoice:
         shape = known.shape
@@ -37,25 +37,25 @@ class PairCost:
             *(known.prefill, known.decode, work),
             num_blocks_now=lambda member: num_blocks_now,
             local_tail_tokens=self._local_tail_tokens,
-            foresight=self._foresight,
+            calibration=self._calibration,
         )
-        return _PairChoice(costs, self._foresight)
+        return _PairChoice(costs, self._calibration)
 
     def forecast(self, request: SimRequest, known: Known) -> Forecast | None:
         pairs = self.choose(request, known).costs.ranked()
         if not pairs or pairs[0].forecast is None:
             return None
-        return self._foresight.correct(pairs[0].way, pairs[0].forecast)
+        return self._calibration.correct(pairs[0].way, pairs[0].forecast)
 
-    def came(self, foretold: Foretold, now: float) -> None:
+    def came(self, placed_forecast: PlacedForecast, now: float) -> None:
         if self._learns:
-            self._foresight.first_token(foretold, now)
+            self._calibration.first_token(placed_forecast, now)
 
 
 class _PairChoice:
-    def __init__(self, costs: PairCosts, foresight: Foresight) -> None:
+    def __init__(self, costs: PairCosts, calibration: Calibration) -> None:
         self.costs = costs
-        self._foresight = foresight
+        self._calibration = calibration
 
     @property
     def has_place(self) -> bool:
@@ -72,14 +72,14 @@ class _PairChoice:
         pair = self.costs.pair_with(decode, num_cached_blocks)
         if pair is None or (pair.prefill is not None and not self.has_place):
             return None
-        return Settled(pair.prefill, self._foretold(pair, now))
+        return Settled(pair.prefill, self._placed_forecast(pair, now))
 
     def prefill_for(self, decode: Member) -> list[Member]:
         return self.costs.prefill_for(decode)
 
-    def _foretold(self, pair: Pair, now: float) -> Foretold | None:
+    def _placed_forecast(self, pair: Pair, now: float) -> PlacedForecast | None:
         forecast = pair.forecast
         if forecast is None:
             return None
-        ttft_s = self._foresight.correct_s(pair.way, forecast.ttft_s)
-        return Foretold(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, now)
+        ttft_s = self._calibration.correct_s(pair.way, forecast.ttft_s)
+        return PlacedForecast(pair.way, forecast.ttft_s, ttft_s, forecast.itl_s, now)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from bench.sim.request import SimRequest
 from bench.sim.shapes import NodeShape
+from coordinator.calibration import PlacedForecast
 from coordinator.forecast import Forecast
-from coordinator.foresight import Foretold
 from coordinator.members import Member
 from coordinator.router import has_slot, rank_decode, rank_prefill
 from kvrelay.types import InstanceId
@@ -46,7 +46,7 @@ class Settled:
     """How the prompt will be computed. `prefill` None: by the decode node itself."""
 
     prefill: Member | None
-    foretold: Foretold | None = None
+    placed_forecast: PlacedForecast | None = None
 
 
 class Choice(Protocol):
@@ -75,8 +75,8 @@ class Placing(Protocol):
         """What it would get if it were placed now, of a policy that can tell."""
         ...
 
-    def came(self, foretold: Foretold, now: float) -> None:
-        """The first token, of which something was foretold."""
+    def came(self, placed_forecast: PlacedForecast, now: float) -> None:
+        """The first token, of which something was forecast."""
         ...
 
 
@@ -127,7 +127,7 @@ class Routed:
     def forecast(self, request: SimRequest, known: Known) -> Forecast | None:
         return None
 
-    def came(self, foretold: Foretold, now: float) -> None: ...
+    def came(self, placed_forecast: PlacedForecast, now: float) -> None: ...
 
     def decode(self, request: SimRequest, known: Known) -> list[Member]:
         return _by_load(known, known.cached_decode)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from bench.sim.load import Arrival
-from coordinator.foresight import Foretold
+from coordinator.calibration import PlacedForecast
 from coordinator.queue import Ticket
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import BlockHash, BlockId, InstanceId, RequestId
@@ -80,7 +80,7 @@ class SimRequest:
     num_cached_prefill: int = 0  # prompt tokens found where it was computed
     num_cached_decode: int = 0
     num_preemptions: int = 0
-    foretold: Foretold | None = None  # when it was placed
+    placed_forecast: PlacedForecast | None = None  # when it was placed
     predicted_s: float | None = None  # until the first token, when it was let in
     entered_at: float = 0.0
     granted_at: float | None = None

@@ -107,7 +107,10 @@ def _any_call(functions: list[Function], most_calls: int | None) -> StructuredOu
 def _call_schema(function: Function, definitions: dict[str, dict[str, Any]]) -> dict[str, Any]:
     schema = dict(function.schema_of_arguments)
     for key in _DEFINITIONS:
-        for name, definition in schema.pop(key, {}).items():
+        own = schema.pop(key, {})
+        if not isinstance(own, dict):
+            raise FieldError(f"{key} of the tool {shown(function.name)} is {shown(own)}; allowed is an object", "tools")
+        for name, definition in own.items():
             known = definitions.setdefault(key, {}).setdefault(name, definition)
             if known != definition:
                 raise FieldError(f"two tools define {shown(name)} in their {key}, and not alike", "tools")

@@ -8,8 +8,10 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from kvrelay.client import AsyncClient
 from kvrelay.errors import InvalidRequestError, KVRelayError, NeverFitsError, OverloadedError, UnavailableError
@@ -134,6 +136,30 @@ async def test_answers_held_to_a_schema_conform_and_are_those_of_one_engine_alon
         assert all(value in ("a", 7, None) for value in json.loads(answer.text))
     with pytest.raises(InvalidRequestError, match="regex is refused: invalid character class range"):
         await ask(client, prompt(20, 9100), SamplingParams(structured=regex("[z-a]")))
+
+
+async def test_over_http_the_tokens_are_the_same_whole_and_streamed(
+    cluster: Cluster, client: AsyncClient, reference: ReferenceEngine
+) -> None:
+    prompt_ids = prompt(100, seed=9200)
+    asked: dict[str, Any] = {
+        "model": (await client.list_models())[0].name,
+        "prompt": list(prompt_ids),
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": 0,
+        "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True},
+    }
+    tokens = [f"token_id:{token_id}" for token_id in expected(reference, prompt_ids, 12)]
+    async with AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as http:
+        whole = await http.completions.create(**asked)
+        assert whole.choices[0].logprobs.tokens == tokens
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (100, 12)
+        chunks = [chunk async for chunk in await http.completions.create(**asked, stream=True)]
+    logprobs = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for one in logprobs if one for token in one.tokens] == tokens
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 async def test_what_can_never_fit_is_refused_and_nobody_waits_behind_it(client: AsyncClient) -> None:

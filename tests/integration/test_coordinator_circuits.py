@@ -139,7 +139,7 @@ async def until_known_idle(cluster: Ends, node: FakeDecodeNode) -> None:
     """What the coordinator knows of the node is as old as its last status, and what seems busy is not asked first."""
     members = [one for one in cluster.app.door.models.members if one.info.address == node.address]
     async with asyncio.timeout(TIMEOUT_S):
-        while any(one.standing.num_assigned or one.status.blocks != node.blocks() for one in members):
+        while any(one.load.assigned or one.status.blocks != node.blocks() for one in members):
             await asyncio.sleep(0.01)
 
 

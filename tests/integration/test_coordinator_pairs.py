@@ -68,7 +68,7 @@ async def test_a_prefill_node_that_filled_up_since_the_placement_is_passed() -> 
         assert [len(node.requests) for node in cluster.prefill] == [1, 0]
 
 
-async def test_what_came_is_counted_against_what_was_foretold_and_nothing_where_nothing_was() -> None:
+async def test_what_came_is_counted_against_what_was_forecast_and_nothing_where_nothing_was() -> None:
     async with ends() as cluster:
         await cluster.ask()
         assert cluster.metric("kvrelay_prediction_error_seconds_count", of="ttft") == 0

@@ -35,7 +35,10 @@ NO_TORCH = "import sys; sys.modules['torch'] = None; "
 
 # What takes its time of a start: Python that a process runs before it forks roles.
 NEEDS_OF_NODES = "import kvrelay.cli, prefill_node.main, prefill_node.app, decode_node.main, decode_node.app"
-NEEDS_OF_OTHERS = NO_TORCH + "import kvrelay.cli, coordinator.main, kvstore.main"
+NEEDS_OF_OTHERS = {
+    "coordinator": NO_TORCH + "from coordinator.command import choose_io; choose_io(); import coordinator.main",
+    "kvstore": NO_TORCH + "import kvrelay.cli, kvstore.main",
+}
 
 # Of a family's samples, by its type.
 _SUFFIXES = {
@@ -109,7 +112,7 @@ class RoleProcess:
         if self.busy_signal:
             entry = BUSY_ENTRY + entry
         argv = [self.role, *self.args, "--metrics-port", str(self.metrics_port)]
-        needs = NEEDS_OF_OTHERS if self.role in WITHOUT_TORCH else NEEDS_OF_NODES
+        needs = NEEDS_OF_OTHERS.get(self.role, NEEDS_OF_NODES)
         with self.log_path.open("ab") as log:
             if self.warm and not self.prelude:
                 self.process = WarmProcess(needs, entry, argv, log.fileno())
@@ -204,10 +207,13 @@ class Cluster:
     store_args: list[str] = field(default_factory=list)
     busy_signal: bool = False
     fresh: bool = False  # each role imports all it needs by itself
+    cluster_ports: bool = False  # nodes join by ports of their own
 
     def __post_init__(self) -> None:
         self.store_port = free_port()
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(self.num_coordinators)]
+        self.http_ports = [free_port() for _ in range(self.num_coordinators)]
+        self.joined = [f"127.0.0.1:{free_port()}" for _ in self.addresses] if self.cluster_ports else self.addresses
         self.coordinators = [self._coordinator(index) for index in range(self.num_coordinators)]
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
@@ -216,6 +222,11 @@ class Cluster:
     @property
     def address(self) -> str:
         return self.addresses[0]
+
+    @property
+    def base_url(self) -> str:
+        """Of OpenAI's API at the first coordinator."""
+        return f"http://127.0.0.1:{self.http_ports[0]}/v1"
 
     @property
     def coordinator(self) -> RoleProcess:
@@ -265,16 +276,19 @@ class Cluster:
 
     def _store_role(self) -> RoleProcess:
         path = self.directory / "store"
-        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.addresses)]
+        args = ["--port", str(self.store_port), "--path", str(path), "--coordinator", ",".join(self.joined)]
         return self._role("kvstore", 0, [*args, *self.store_args])
 
     def _coordinator(self, index: int) -> RoleProcess:
-        args = ["--model", str(self.model), "--port", self.addresses[index].rpartition(":")[2], "--http-port", "-1"]
+        port, http_port = self.addresses[index].rpartition(":")[2], str(self.http_ports[index])
+        args = ["--model", str(self.model), "--port", port, "--http-port", http_port]
+        if self.cluster_ports:
+            args += ["--cluster-port", self.joined[index].rpartition(":")[2]]
         return self._role("coordinator", index, [*args, *self.coordinator_args])
 
     def _node(self, role: str, index: int, extra: list[str]) -> RoleProcess:
         args = ["--model", str(self.model), "--dtype", self.dtype, "--threads", "1"]
-        args += ["--num-blocks", str(self.num_blocks), "--coordinator", ",".join(self.addresses)]
+        args += ["--num-blocks", str(self.num_blocks), "--coordinator", ",".join(self.joined)]
         if self.store is not None:
             args += ["--kvstore", f"127.0.0.1:{self.store_port}"]
         return self._role(role, index, [*args, *extra])

@@ -148,6 +148,7 @@ def test_bos_is_added_when_asked_for(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", **{"ggml.add_bos_token": True}))
     assert tokenizer.add_bos is True
     assert tokenizer.encode("he", add_bos=True) == ids("<|user|>", "he")
+    assert tokenizer.encode("<|user|>he", add_bos=True) == ids("<|user|>", "he"), "one, also where it is written"
     assert tokenizer.encode("he", add_bos=False) == ids("he")
 
 

@@ -119,7 +119,7 @@ def test_who_is_turned_away_comes_back_when_it_was_told_to() -> None:
     assert any(request.outcome is Outcome.FINISHED for request in returned)
 
 
-def test_in_a_closed_loop_first_tokens_come_about_when_they_are_foretold() -> None:
+def test_in_a_closed_loop_first_tokens_come_about_when_they_are_forecast() -> None:
     measured = measure(Task(num_clients=16, number=0, options=Options(num_requests=300, num_slices=1, jobs=1)))
     assert measured.error_p50 < 0.25
     assert measured.factor_p95 < 2.25

@@ -120,5 +120,5 @@ def test_where_rates_are_not_used_nothing_counts_as_measured() -> None:
     members = Members(timeout_s=10.0, uses_rates=False)
     member = members.join(NodeInfo(Role.PREFILL_NODE, A, "a:1", MODEL), 0.0)
     members.update(member, busy(900.0), 0.0)
-    assert member.standing.token_s == 0.0
+    assert member.load.token_s == 0.0
     assert member.status.rates.prefill_tokens_per_s == 900.0

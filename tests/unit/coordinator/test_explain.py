@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.answer import Answer
+from coordinator.calibration import PlacedForecast, Way
 from coordinator.explain import EndedRequests, Life
-from coordinator.foresight import Foretold, Way
 from coordinator.lifetime import Edge, Lifetime
 from coordinator.request import AcceptedRequest, RequestState
 from coordinator.steps import MAX_DETAIL_CHARS, Steps
@@ -114,12 +114,13 @@ class OneFlow:
 def test_what_was_predicted_beside_what_came() -> None:
     flow = OneFlow()
     assert flow.explain().forecast == ForecastOutcome()
-    flow.state.foretold = Foretold(Way.HANDOFF, worked_out_s=0.25, ttft_s=0.5, itl_s=0.125, at=11.0)
+    flow.state.placed_forecast = PlacedForecast(Way.HANDOFF, worked_out_s=0.25, ttft_s=0.5, itl_s=0.125, at=11.0)
     assert flow.explain().forecast == ForecastOutcome(1.5, 0.0, 0.125, 0.0)
     flow.state.account.first_token_at = 12.0
     flow.state.answer.add([GeneratedToken(8)] * 5)
     assert flow.explain(last_token_at=14.0).forecast == ForecastOutcome(1.5, 2.0, 0.125, 0.5)
-    flow.state.foretold = Foretold(Way.HANDOFF, worked_out_s=0.25, ttft_s=0.5, itl_s=0.25, at=15.0)  # of a resume
+    of_a_resume = PlacedForecast(Way.HANDOFF, worked_out_s=0.25, ttft_s=0.5, itl_s=0.25, at=15.0)
+    flow.state.placed_forecast = of_a_resume
     assert flow.explain(last_token_at=14.0).forecast == ForecastOutcome(0.0, 2.0, 0.25, 0.5)
 
 

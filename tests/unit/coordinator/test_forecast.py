@@ -56,7 +56,7 @@ def test_what_an_answer_takes_alone_is_told_of_a_decode_node_that_has_nothing_to
 @pytest.mark.parametrize(("num_new_blocks", "num_tokens"), [(10, 0.0), (12, 3.2), (1_000, 8.0)])
 def test_a_tenth_of_what_is_evicted_is_computed_once_more(num_new_blocks: int, num_tokens: float) -> None:
     """10 blocks are free and 5 cached; what is held goes away by itself."""
-    node = decode_node(total=100, free=10, cached=5).standing
+    node = decode_node(total=100, free=10, cached=5).load
     assert tokens_lost(node, num_new_blocks, 16) == pytest.approx(num_tokens)
 
 

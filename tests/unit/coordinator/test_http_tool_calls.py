@@ -169,6 +169,7 @@ def test_without_tools_or_with_none_wanted_nothing_is_told_and_nothing_read() ->
         ([], "required", "tool_choice", "tool_choice is 'required', but there are no tools"),
         ([tool("look")], "any", "tool_choice", "allowed is none, auto, required or a function"),
         ([tool("look")], {"type": "function", "function": {"name": "go"}}, "tool_choice.function.name", "none of the"),
+        ([tool("a", **{"$defs": [1]})], "required", "tools", "$defs of the tool 'a' is [1]; allowed is an object"),
         ([tool("a", type="object", **{"$defs": {"N": {"type": "integer"}}}),
           tool("b", type="object", **{"$defs": {"N": {"type": "string"}}})],
          "required", "tools", "two tools define 'N' in their $defs, and not alike"),

@@ -60,9 +60,9 @@ def test_status_after_an_assignment_counts_as_change() -> None:
     members.update(member, READY, now=0.1)
     member.assign(100)
     member.assign(200)
-    assert member.standing.assigned == (100, 200)
+    assert member.load.assigned == (100, 200)
     assert members.update(member, READY, now=0.2)
-    assert member.standing.assigned == ()
+    assert member.load.assigned == ()
 
 
 def test_a_node_that_got_faster_or_further_has_no_more_room_for_it() -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.calibration import Calibration, PlacedForecast, Way
 from coordinator.circuits import Party
 from coordinator.forecast import forecast_handoff, forecast_tail
-from coordinator.foresight import Foresight, Foretold, Way
 from coordinator.members import Member
 from coordinator.pair import Pair
 from coordinator.pair_cost import PairCosts
@@ -248,12 +248,12 @@ def test_the_quickest_node_need_not_be_the_one_that_is_taken_now() -> None:
 
 def test_what_came_of_others_decides_too() -> None:
     """Handoffs come 0.5 s later than worked out, so a decode node that takes 0.3 s longer is the better choice."""
-    foresight = Foresight()
+    calibration = Calibration()
     args = [prefill_node()], [decode_node(rate=1_000 / 1.3)], work()
     assert names(PairCosts(*args, local_tail_tokens=32).ranked()) == [("p1", "d1")]
     for _ in range(20):
-        foresight.first_token(Foretold(Way.HANDOFF, 1.0, 1.0, 0.0, at=10.0), now=11.5)
-    assert names(PairCosts(*args, local_tail_tokens=32, foresight=foresight).ranked()) == [("-", "d1")]
+        calibration.first_token(PlacedForecast(Way.HANDOFF, 1.0, 1.0, 0.0, at=10.0), now=11.5)
+    assert names(PairCosts(*args, local_tail_tokens=32, calibration=calibration).ranked()) == [("-", "d1")]
 
 
 nodes = st.fixed_dictionaries(
@@ -340,7 +340,7 @@ def _taken_and_least(seed: int, links: list[float]) -> tuple[float, float]:
 
 def _cost_s(prefill: Member | None, decode: Member, request: Work) -> float:
     """As docs/scheduling.md has it; every node has measured all."""
-    node, weight = decode.standing, decode.status.weight
+    node, weight = decode.load, decode.status.weight
     rows_s = node.num_rows * 0.0005 + node.next_step_s * (1 + max(0, node.num_requests + 1 - 64) / 64)
     answer_s = 64 * rows_s + (node.waiting_tokens + _evicted(decode, 69, request.cached_decode)) * node.token_s
     if prefill is not None:

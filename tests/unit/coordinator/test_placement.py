@@ -109,7 +109,7 @@ async def test_tries_of_one_moment_go_to_as_many_prefill_nodes() -> None:
     tasks = await placed(placing, "abc")
     placements = [task.result() for task in tasks]
     assert [one.prefill.info.address for one in placements if one and one.prefill] == ["p1", "p2", "p3"]
-    assert [member.standing.assigned for member in placing.prefill] == [(100,), (100,), (100,)]
+    assert [member.load.assigned for member in placing.prefill] == [(100,), (100,), (100,)]
     await end(placing, tasks)
 
 

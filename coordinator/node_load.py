@@ -17,7 +17,7 @@ _NO_LIMIT = 2**31  # of a node that did not tell
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NodeLoad:
     """Of one node. Seconds are 0 where it measured nothing; counts include what was sent since its last status."""
 
     status: NodeStatus
@@ -51,7 +51,7 @@ class Standing:
     weighted_tail_token_s: float  # to compute one token of a prompt, by which all sequences are held up
 
 
-def standing_of(status: NodeStatus, assigned: tuple[int, ...] = (), rates: NodeRates | None = None) -> Standing:
+def load_of(status: NodeStatus, assigned: tuple[int, ...] = (), rates: NodeRates | None = None) -> NodeLoad:
     """Of a node that was sent requests with so many tokens to compute each since its last status. `rates` are what
     counts of what it measured; None: all as it says."""
     rates, limits = rates or status.rates, status.limits
@@ -66,7 +66,7 @@ def standing_of(status: NodeStatus, assigned: tuple[int, ...] = (), rates: NodeR
     weight, answer_token_s = status.weight or LEAST_WEIGHT, next_step_s * (1 + crowding) + num_rows * row_s
     step_tokens = status.step_tokens or _most_in_step(limits, num_rows)
     chunk_tokens = limits.chunk_tokens if isinstance(limits, PrefillLimits) else _NO_LIMIT
-    return Standing(
+    return NodeLoad(
         status=status,
         assigned=assigned,
         step_tokens=step_tokens,

@@ -1,4 +1,4 @@
-"""What was foretold of requests against what came: told to whoever counts, and learned from. Pure.
+"""What was forecast of requests against what came: told to whoever counts, and learned from. Pure.
 
 What is worked out from rates leaves things out: the hops between processes, what else a machine does. So for each way
 to a first token the line from what was worked out to what came is kept, and applied from a few requests on.
@@ -28,7 +28,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class PlacedForecast:
     """Of a request that was just placed. Times are the caller's clock's."""
 
     way: Way
@@ -39,11 +39,11 @@ class Foretold:
     worked_out_itl_s: float = 0.0  # by rates alone; 0: not known, and nothing is learned of it
 
 
-OnCame = Callable[[str, float, float], None]  # "ttft" or "itl", what was foretold and what came, in seconds
+OnCame = Callable[[str, float, float], None]  # "ttft" or "itl", what was forecast and what came, in seconds
 
 
-class Foresight:
-    def __init__(self, on_came: OnCame = lambda what, foretold_s, came_s: None) -> None:
+class Calibration:
+    def __init__(self, on_came: OnCame = lambda what, forecast_s, came_s: None) -> None:
         self.on_came = on_came
         self._lines = {way: Line(slope=1.0, spread=SPREAD_S2) for way in Way}
         self._itl = Line(slope=1.0, spread=ITL_SPREAD_S2)
@@ -66,18 +66,18 @@ class Foresight:
             prefill_s=forecast.prefill_s + more_s,
         )
 
-    def first_token(self, foretold: Foretold, now: float) -> None:
-        came_s = now - foretold.at
-        most_s = MOST * foretold.worked_out_s + MOST_S
-        self._lines[foretold.way].add(foretold.worked_out_s, min(came_s, most_s))
-        self.on_came("ttft", foretold.ttft_s, came_s)
+    def first_token(self, placed: PlacedForecast, now: float) -> None:
+        came_s = now - placed.at
+        most_s = MOST * placed.worked_out_s + MOST_S
+        self._lines[placed.way].add(placed.worked_out_s, min(came_s, most_s))
+        self.on_came("ttft", placed.ttft_s, came_s)
 
-    def ended(self, foretold: Foretold, itl_s: float) -> None:
+    def ended(self, placed: PlacedForecast, itl_s: float) -> None:
         """The mean time between two tokens of the whole answer."""
-        if foretold.worked_out_itl_s > 0:
-            self._itl.add(foretold.worked_out_itl_s, min(itl_s, MOST * foretold.worked_out_itl_s + MOST_S))
-        if foretold.itl_s > 0:
-            self.on_came("itl", foretold.itl_s, itl_s)
+        if placed.worked_out_itl_s > 0:
+            self._itl.add(placed.worked_out_itl_s, min(itl_s, MOST * placed.worked_out_itl_s + MOST_S))
+        if placed.itl_s > 0:
+            self.on_came("itl", placed.itl_s, itl_s)
 
 
 def _by(line: Line, worked_out_s: float) -> float:
