@@ -40,27 +40,39 @@ class Outbox:
     waits has fewer than MAX_EVENT_TOKENS."""
 
     def __init__(self) -> None:
+        self._alone: GenerateEvent | None = None  # all that waits, as long as the consumer keeps up
         self._entries: deque[GenerateEvent | _Unsent] = deque()
         self._unsent: dict[int, _Unsent] = {}
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None  # what the consumer waits for
 
     def put(self, event: GenerateEvent) -> None:
+        if self._alone is None and not self._entries:
+            self._alone = event
+        else:
+            if self._alone is not None:
+                self._enqueue(self._alone)
+                self._alone = None
+            self._enqueue(event)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def events(self) -> AsyncIterator[GenerateEvent]:
+        """Every event, the terminal one last; those of one answer in order. May be read once."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._alone is None and not self._entries:
+                self._arrived = loop.create_future()
+                await self._arrived
+            event = self._take()
+            yield event
+            if isinstance(event, RequestFinished | RequestFailed):
+                return
+
+    def _enqueue(self, event: GenerateEvent) -> None:
         if isinstance(event, TokensGenerated):
             self._add(event)
         else:
             self._entries.append(event)
-        self._arrived.set()
-
-    async def events(self) -> AsyncIterator[GenerateEvent]:
-        """Every event, the terminal one last; those of one answer in order. May be read once."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            while self._entries:
-                event = self._take()
-                yield event
-                if isinstance(event, RequestFinished | RequestFailed):
-                    return
 
     def _add(self, event: TokensGenerated) -> None:
         unsent = self._unsent.get(event.index)
@@ -71,6 +83,9 @@ class Outbox:
         self._entries.append(unsent)
 
     def _take(self) -> GenerateEvent:
+        if (event := self._alone) is not None:
+            self._alone = None
+            return event
         entry = self._entries.popleft()
         if not isinstance(entry, _Unsent):
             return entry

@@ -36,7 +36,7 @@ COMMANDS = {
     "certs": Command("make a CA and certificates for every role", "kvrelay.certs:main"),
     "plan": Command("work out how many requests fit into a node's memory", "kvrelay.plan:main"),
     "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
-    "coordinator": Command("run the front door", "coordinator.main:main"),
+    "coordinator": Command("run the front door", "coordinator.command:main"),
     "prefill-node": Command("run a node that computes prompts", "prefill_node.main:main"),
     "decode-node": Command("run a node that generates answers", "decode_node.main:main"),
     "kvstore": Command("run the store that keeps KV blocks for reuse", "kvstore.main:main"),

@@ -8,6 +8,7 @@ from enum import StrEnum
 from kvrelay.errors import InvalidRequestError
 
 MAX_STRUCTURE_BYTES = 131_072  # of the text, or of all choices together, as UTF-8
+MAX_GRAMMAR_BYTES = 32_768
 MAX_CHOICES = 1_024
 
 
@@ -47,7 +48,9 @@ class StructuredOutput:
     def _check_text(self) -> None:
         if not self.text:
             raise InvalidRequestError(f"{self.kind} is empty; write one, or leave it out")
-        _check_bytes(self.kind, self.text)
+        _check_bytes(
+            self.kind, self.text, MAX_GRAMMAR_BYTES if self.kind is StructureKind.GRAMMAR else MAX_STRUCTURE_BYTES
+        )
 
     def _check_choices(self) -> None:
         if not 1 <= len(self.choices) <= MAX_CHOICES:
@@ -57,10 +60,10 @@ class StructuredOutput:
         _check_bytes(self.kind, "".join(self.choices))
 
 
-def _check_bytes(name: str, text: str) -> None:
+def _check_bytes(name: str, text: str, most: int = MAX_STRUCTURE_BYTES) -> None:
     try:
         num_bytes = len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{name} is not valid Unicode: {error.reason} at {error.start}") from error
-    if num_bytes > MAX_STRUCTURE_BYTES:
-        raise InvalidRequestError(f"{name} has {num_bytes} bytes; at most {MAX_STRUCTURE_BYTES} are allowed")
+    if num_bytes > most:
+        raise InvalidRequestError(f"{name} has {num_bytes} bytes; at most {most} are allowed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from kvrelay.errors import KVRelayError
 from kvrelay.messages import (
@@ -127,13 +128,22 @@ def answers_advanced_from_pb(wire: decode_pb2.DecodeReply) -> AnswersAdvanced:
     """The tokens of each answer together; first come the answers without log-probabilities."""
     handles, token_ids = wire.handles, wire.token_ids
     check(len(handles) == len(token_ids), f"{len(token_ids)} token ids came with {len(handles)} handles")
-    plain: dict[AnswerHandle, list[GeneratedToken]] = {}
-    for handle, token_id in zip(handles, token_ids, strict=True):
-        plain.setdefault(AnswerHandle(handle), []).append(GeneratedToken(token_id))
-    tokens = [(handle, tuple(taken)) for handle, taken in plain.items()]
+    tokens = _tokens_by_answer(list(map(AnswerHandle, handles)), map(GeneratedToken, token_ids))
     if wire.with_logprobs:
         tokens += map(_answer_tokens_from_pb, wire.with_logprobs)
     return AnswersAdvanced(tuple(tokens), tuple(map(_answer_ended_from_pb, wire.ended)))
+
+
+def _tokens_by_answer(
+    handles: list[AnswerHandle], tokens: Iterable[GeneratedToken]
+) -> list[tuple[AnswerHandle, tuple[GeneratedToken, ...]]]:
+    """A token goes to the handle at its place."""
+    if len(set(handles)) == len(handles):  # as of every step: without a loop of ours
+        return list(zip(handles, zip(tokens, strict=True), strict=True))
+    found: dict[AnswerHandle, list[GeneratedToken]] = {}
+    for handle, token in zip(handles, tokens, strict=True):
+        found.setdefault(handle, []).append(token)
+    return [(handle, tuple(taken)) for handle, taken in found.items()]
 
 
 def _answer_tokens_from_pb(wire: decode_pb2.AnswerTokens) -> tuple[AnswerHandle, tuple[GeneratedToken, ...]]:

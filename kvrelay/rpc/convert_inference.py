@@ -178,15 +178,7 @@ def tokenize_prompt_from_pb(wire: inference_pb2.TokenizeRequest) -> Prompt | Non
 
 def generate_event_to_pb(event: GenerateEvent) -> inference_pb2.GenerateEvent:
     match event:
-        case RequestAccepted():
-            accepted = inference_pb2.RequestAccepted(
-                request_id=event.request_id,
-                prompt_tokens=event.prompt_tokens,
-                seed=event.seed,
-                max_tokens=event.max_tokens,
-            )
-            return inference_pb2.GenerateEvent(accepted=accepted)
-        case TokensGenerated():
+        case TokensGenerated():  # of all events the most by far
             ids, logprobs = tokens_to_pb(event.tokens)
             wire = inference_pb2.GenerateEvent()
             tokens = wire.tokens  # filled in place: setting a message that is made apart copies it
@@ -195,6 +187,14 @@ def generate_event_to_pb(event: GenerateEvent) -> inference_pb2.GenerateEvent:
             if logprobs:
                 tokens.logprobs.extend(logprobs)
             return wire
+        case RequestAccepted():
+            accepted = inference_pb2.RequestAccepted(
+                request_id=event.request_id,
+                prompt_tokens=event.prompt_tokens,
+                seed=event.seed,
+                max_tokens=event.max_tokens,
+            )
+            return inference_pb2.GenerateEvent(accepted=accepted)
         case ChoiceFinished():
             choice = inference_pb2.ChoiceFinished(
                 index=event.index,

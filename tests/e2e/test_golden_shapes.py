@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ BFLOAT16_NEAR_TIE = 0.3
 CONTINUED = replace(GREEDY_64, max_tokens=32)  # a reference answer from its middle on
 
 
-async def ask_all(cluster: Cluster, cases: tuple[golden.GoldenCase, ...]) -> list[Answer]:
+async def ask_all(cluster: Cluster, cases: Sequence[golden.GoldenCase]) -> list[Answer]:
     async with AsyncClient(cluster.address) as client:
         answers = await asyncio.gather(*(ask(client, case.prompt_ids) for case in cases))
         await wait_until_quiet(client, num_nodes=2)
@@ -30,9 +31,10 @@ async def ask_all(cluster: Cluster, cases: tuple[golden.GoldenCase, ...]) -> lis
 
 
 async def test_float32_in_small_prefill_chunks(demo_model: Path, tmp_path: Path) -> None:
-    """Chunks of the usual size are those of test_golden_float32.py."""
+    """Two prompts of several chunks beside two of one. Chunks of the usual size are those of test_golden_float32.py."""
     chunks = ["--chunk-tokens", "64"]
-    cases = golden.load(golden.FLOAT32)
+    cases = sorted(golden.load(golden.FLOAT32), key=lambda case: len(case.prompt_ids))[-4:]
+    assert [len(case.prompt_ids) > 64 for case in cases] == [False, False, True, True]
     with running(Cluster(demo_model, tmp_path, prefill_args=chunks, with_store=False)) as cluster:
         for case, answer in zip(cases, await ask_all(cluster, cases), strict=True):
             assert answer.token_ids == case.output_ids, case.name

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -89,8 +90,8 @@ async def test_a_reservation_that_comes_too_late_for_its_caller_is_given_back_at
     async with decode_node(lease_s=60.0) as harness:
         grant, granted = harness.node.reserve, asyncio.Event()
 
-        async def grant_late(request: NodeRequest, num_tokens: int, num_tokens_now: int = 0) -> ReservationGranted:
-            given = await grant(request, num_tokens, num_tokens_now)
+        async def grant_late(*wanted: Any) -> ReservationGranted:
+            given = await grant(*wanted)
             time.sleep(1.1)  # noqa: ASYNC251 - a busy interpreter: nobody hears yet that the call is over
             granted.set()
             return given

@@ -35,7 +35,10 @@ NO_TORCH = "import sys; sys.modules['torch'] = None; "
 
 # What takes its time of a start: Python that a process runs before it forks roles.
 NEEDS_OF_NODES = "import kvrelay.cli, prefill_node.main, prefill_node.app, decode_node.main, decode_node.app"
-NEEDS_OF_OTHERS = NO_TORCH + "import kvrelay.cli, coordinator.main, kvstore.main"
+NEEDS_OF_OTHERS = {
+    "coordinator": NO_TORCH + "from coordinator.command import choose_io; choose_io(); import coordinator.main",
+    "kvstore": NO_TORCH + "import kvrelay.cli, kvstore.main",
+}
 
 # Of a family's samples, by its type.
 _SUFFIXES = {
@@ -109,7 +112,7 @@ class RoleProcess:
         if self.busy_signal:
             entry = BUSY_ENTRY + entry
         argv = [self.role, *self.args, "--metrics-port", str(self.metrics_port)]
-        needs = NEEDS_OF_OTHERS if self.role in WITHOUT_TORCH else NEEDS_OF_NODES
+        needs = NEEDS_OF_OTHERS.get(self.role, NEEDS_OF_NODES)
         with self.log_path.open("ab") as log:
             if self.warm and not self.prelude:
                 self.process = WarmProcess(needs, entry, argv, log.fileno())

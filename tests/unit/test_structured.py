@@ -33,6 +33,7 @@ def test_what_is_allowed(structured: StructuredOutput) -> None:
             StructuredOutput(StructureKind.GRAMMAR, "\ud800"),
             "grammar is not valid Unicode: surrogates not allowed",
         ),
+        (StructuredOutput(StructureKind.GRAMMAR, "x" * 32_769), "grammar has 32769 bytes; at most 32768 are allowed"),
         (StructuredOutput(StructureKind.CHOICE), r"choice has 0 entries; allowed is \[1, 1024\]"),
         (StructuredOutput(StructureKind.CHOICE, choices=("x",) * 1025), "choice has 1025 entries"),
         (StructuredOutput(StructureKind.CHOICE, choices=("x", "")), "choice holds an empty string"),
