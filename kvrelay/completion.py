@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay completion",
         description="Prints a script by which a shell completes kvrelay's commands. For bash: kvrelay completion bash > "
-        "~/.local/share/bash-completion/completions/kvrelay; for zsh: kvrelay completion zsh > _kvrelay, somewhere in "
-        "$fpath.",
+        "~/.local/share/bash-completion/completions/kvrelay; for zsh: kvrelay completion zsh > _kvrelay, somewhere "
+        "in $fpath.",
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=SHELLS, help="whose script")
