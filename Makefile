@@ -12,7 +12,7 @@ KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_
 
 .DEFAULT_GOAL := help
 .PHONY: help venv native up test test-gpu test-kernels chaos lint fmt fmt-check type check proto config-table
-.PHONY: bench bench-engine bench-handoff bench-store bench-sim bench-coordinator bench-peers bench-gpu clean
+.PHONY: docs bench bench-engine bench-handoff bench-store bench-sim bench-coordinator bench-peers bench-gpu clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -84,11 +84,15 @@ bench-store: $(INSTALLED)  ## measure the KV store: what it gives, what that is 
 bench-sim: $(INSTALLED)  ## compare policies on public traces and up to 1,000 nodes, in virtual time; ARGS="--quick"
 	$(BIN)/python -m bench.sim $(ARGS)
 
-bench-coordinator: $(INSTALLED)  ## measure the coordinator alone, between made-up nodes and clients; ARGS="--quick"
+bench-coordinator: $(INSTALLED)  ## measure the coordinator alone, and compare its policies on real clusters and in virtual time; ARGS="--quick"
 	$(BIN)/python -m bench.coordinator $(ARGS)
 
 bench-peers:  ## make the peers' environments (5 GB); ARGS="mooncake" for some of them
 	PYTHON="$(PYTHON)" bench/peers.sh $(ARGS)
+
+docs: $(INSTALLED)  ## build the documentation's site into build/site; installs mkdocs-material
+	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/pip install --quiet "mkdocs-material>=9.6,<10"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean:  ## remove what the other targets made; the downloaded model stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

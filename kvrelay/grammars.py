@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from kvrelay.errors import InvalidRequestError, ModelFileError, StructureError
 from kvrelay.matcher import Matcher, reason
-from kvrelay.structured import StructuredOutput, StructureKind
+from kvrelay.structured import MAX_REGEX_BYTES, StructuredOutput, StructureKind
 from kvrelay.tokenizer import Tokenizer
 
 NUM_KEPT = 16  # compiled ones, the latest used: a client sends the same schema again and again
@@ -21,8 +22,10 @@ MAX_GBNF_BYTES = 8_192  # its translation takes time with the square of the rule
 # nothing but spaces until max_tokens.
 JSON_WHITESPACE = r"(\x20|\x0A[\x20\x09]{0,40})"
 
-# What compiling, and then one step of one answer, may take: some milliseconds, and 20 MB for each grammar.
+# What compiling, and then one step of one answer, may take: without them a regular expression of 40 KB took 1.7 GB.
+_LONG_STRING = re.compile(rf'"(?:[^"\\]|\\.){{{MAX_REGEX_BYTES + 1}}}', re.DOTALL)
 _LIMITS = LLParserLimits(
+    initial_lexer_fuel=50_000,
     max_lexer_states=10_000,
     max_grammar_size=200_000,
     max_items_in_row=1_000,  # an object takes four for each property that may be left out
@@ -33,7 +36,11 @@ _LIMITS = LLParserLimits(
 
 
 class Grammars:
-    """May be used by several threads at once; what compiles leaves the interpreter to the others."""
+    """May be used by several threads at once; what compiles leaves the interpreter to the others.
+
+    A text that nobody vouches for needs a thread with the stack that `Matchers` gives its own: each rule of a chain
+    takes a frame of it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], *, num_kept: int = NUM_KEPT) -> None:
         """`eos_token_ids` are the model's; `num_kept` compiled ones stay.
@@ -92,7 +99,7 @@ def _grammar(structured: StructuredOutput) -> str:
             return LLMatcher.grammar_from_regex(structured.text)
         case StructureKind.CHOICE:
             texts = (json.dumps(text, ensure_ascii=False) for text in structured.choices)
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
         case StructureKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(_lark(structured))
 
@@ -102,6 +109,8 @@ def _of_schema(structured: StructuredOutput, schema: str) -> str:
         schema = "{}"
     if not schema.lstrip().startswith("{"):
         raise _refused(structured, "it is no JSON object, as a schema has to be")
+    if _LONG_STRING.search(schema):
+        raise _refused(structured, f"a string in it, which may be a pattern, has over {MAX_REGEX_BYTES} characters")
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE})
     except ValueError as error:

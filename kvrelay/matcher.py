@@ -11,10 +11,10 @@ from llguidance import LLMatcher
 from kvrelay.errors import StructureError
 
 MAX_REASON_CHARS = 300
-# Processor time that one answer may take of an engine, at first and with each token: ten times what is usual. An
+# Processor time that one answer may take of an engine, at first and with each token: a hundred times what is usual. An
 # ambiguous grammar takes more with the square of the answer's length, and everyone in the batch waits for it.
-BUDGET_S = 1.0
-BUDGET_TOKEN_S = 0.005
+BUDGET_S = 0.5
+BUDGET_TOKEN_S = 0.002
 
 
 class Matcher:

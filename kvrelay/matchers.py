@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from kvrelay.errors import InvalidRequestError, ModelFileError, OverloadedError
 from kvrelay.grammars import Grammars
@@ -18,6 +19,9 @@ from kvrelay.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
+# Of each thread: 3,000 rules that lead from one to the next overflow the usual 8 MiB, and that ends the process. Only
+# what is used of it takes memory.
+STACK_BYTES = 256 * 2**20
 MAX_WAITING = 64  # in the threads or waiting for one; more are turned away
 COMPILE_LIMIT_S = 4.0  # of one; what is allowed by its size takes less than half of that on a slow core
 RETRY_S = 1.0
@@ -51,7 +55,8 @@ class Matchers:
             return self._grammars.matcher(structured, token_ids)
 
         self._num_waiting += 1
-        made = asyncio.get_running_loop().run_in_executor(self._threads, run)
+        with _deep_stacks():  # which may begin a thread
+            made = asyncio.get_running_loop().run_in_executor(self._threads, run)
         made.add_done_callback(self._done)
         try:
             async with asyncio.timeout(self._limit_s):
@@ -93,6 +98,16 @@ async def matcher_of(request: NodeRequest, matchers: Matchers | None) -> Matcher
             f"{structured.kind} is refused: this node's model has no tokenizer with an end-of-sequence token"
         )
     return await matchers.make(structured, request.token_ids[request.num_prompt_tokens :])
+
+
+@contextmanager
+def _deep_stacks() -> Iterator[None]:
+    """Of threads that begin in its course."""
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)
 
 
 def _overloaded() -> OverloadedError:

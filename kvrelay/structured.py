@@ -8,6 +8,8 @@ from enum import StrEnum
 from kvrelay.errors import InvalidRequestError
 
 MAX_STRUCTURE_BYTES = 131_072  # of the text, or of all choices together, as UTF-8
+MAX_GRAMMAR_BYTES = 32_768
+MAX_REGEX_BYTES = 16_384  # compiling takes time and memory with the square of it
 MAX_CHOICES = 1_024
 
 
@@ -19,6 +21,9 @@ class StructureKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+
+
+_MAX_BYTES = {StructureKind.GRAMMAR: MAX_GRAMMAR_BYTES, StructureKind.REGEX: MAX_REGEX_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class StructuredOutput:
     def _check_text(self) -> None:
         if not self.text:
             raise InvalidRequestError(f"{self.kind} is empty; write one, or leave it out")
-        _check_bytes(self.kind, self.text)
+        _check_bytes(self.kind, self.text, _MAX_BYTES.get(self.kind, MAX_STRUCTURE_BYTES))
 
     def _check_choices(self) -> None:
         if not 1 <= len(self.choices) <= MAX_CHOICES:
@@ -57,10 +62,10 @@ class StructuredOutput:
         _check_bytes(self.kind, "".join(self.choices))
 
 
-def _check_bytes(name: str, text: str) -> None:
+def _check_bytes(name: str, text: str, most: int = MAX_STRUCTURE_BYTES) -> None:
     try:
         num_bytes = len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{name} is not valid Unicode: {error.reason} at {error.start}") from error
-    if num_bytes > MAX_STRUCTURE_BYTES:
-        raise InvalidRequestError(f"{name} has {num_bytes} bytes; at most {MAX_STRUCTURE_BYTES} are allowed")
+    if num_bytes > most:
+        raise InvalidRequestError(f"{name} has {num_bytes} bytes; at most {most} are allowed")

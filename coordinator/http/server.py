@@ -33,6 +33,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",  # the process says itself that it starts and ends
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -380,7 +380,7 @@ async def test_a_dead_store_is_a_miss_then_left_alone_then_found_again(
         assert client.num_failures == 2
         assert caplog.text.count("is left alone for a while") == 1
         async with store_at(port=port):
-            await client._channel.channel_ready()
+            await client._connection.channel.channel_ready()
             now += 1.5
             assert await client.put([block(1)]) == 1
             assert await fetch(client, 1) == [Tier.MEMORY]

@@ -102,6 +102,11 @@ REFUSED = {
     "GBNF without its root": (grammar('a ::= "x"'), "No 'root' rule found"),
     "3,000 parentheses in GBNF": (grammar("root ::= " + "(" * 3_000), "recursion depth"),
     "much GBNF": (grammar("root ::= " + "a" * 8_192), "it has 8201 bytes; in GBNF at most 8192"),
+    "much to take apart": (regex("a?" * 20_000), "initial lexer configuration (grammar) too big"),
+    "a long pattern": (
+        schema(json.dumps({"pattern": '\\"' * 16_385})),
+        "a string in it, which may be a pattern, has over",
+    ),
     "a rule that is not there": (grammar("start: missing"), "missing"),
 }
 
@@ -122,7 +127,8 @@ BOUNDED = {
     "2^63 items or more": schema(json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 2**63})),
     "a million characters": schema('{"type": "string", "minLength": 1000000}'),
     "backtracking": regex("(a+)+$"),
-    "8,000 values": schema(json.dumps({"enum": [f"value{number}" for number in range(8_000)]})),
+    "1,000 values": schema(json.dumps({"enum": [f"value{number}" for number in range(1_000)]})),
+    "1,024 choices": StructuredOutput(StructureKind.CHOICE, choices=tuple("x" * 90 + str(n) for n in range(1_024))),
 }
 
 
@@ -160,19 +166,19 @@ def follow(matcher: Matcher, num_tokens: int) -> int:
 
 
 def test_an_answer_may_not_take_an_engines_time_without_end() -> None:
-    """A second, and 5 ms more with each token."""
+    """Half a second, and 2 ms more with each token."""
     now = 0.0
 
     def clock() -> float:
         nonlocal now
-        now += 0.3  # between any two readings
+        now += 0.2  # between any two readings
         return now
 
     raw = LLMatcher(byte_grammars()._tokenizer, LLMatcher.grammar_from_regex("a*"))
     matcher = Matcher(raw, clock)
-    for _ in range(3):
-        matcher.mask()
-    matcher.advance([*ids("a") * 50])  # takes as long again, and gives 0.25 s
+    matcher.mask()
+    matcher.advance(ids("a") * 100)  # takes as long again, and gives as much
+    matcher.mask()
     matcher.mask()
     with pytest.raises(StructureError, match="finding out what may follow takes too long"):
         matcher.mask()
@@ -206,6 +212,26 @@ async def test_what_takes_too_long_is_refused_and_who_finds_no_thread_may_come_a
         assert isinstance(results[2], OverloadedError)
     finally:
         grammars.let_go.set()
+        matchers.close()
+
+
+def chain_of_rules(length: int) -> StructuredOutput:
+    return grammar("start: r0\n" + "".join(f"r{n}:r{n + 1}\n" for n in range(length)) + f'r{length}:"x"\n')
+
+
+def chain_of_schemas(length: int) -> StructuredOutput:
+    names = {f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)}
+    return schema(json.dumps({"$defs": {**names, f"d{length}": {}}, "$ref": "#/$defs/d0"}, separators=(",", ":")))
+
+
+@pytest.mark.parametrize("structured", [chain_of_rules(2_500), chain_of_schemas(1_900)], ids=["rules", "schemas"])
+async def test_a_chain_as_long_as_its_text_may_be_is_compiled_and_ends_no_process(structured: StructuredOutput) -> None:
+    """On a thread of the usual stack it would."""
+    structured.validate()
+    matchers = Matchers(byte_grammars(), limit_s=60.0)
+    try:
+        assert follow(await matchers.make(structured), 3) > 0
+    finally:
         matchers.close()
 
 

@@ -12,7 +12,7 @@ from kvrelay.config_table import BEGIN, END, renewed, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-DOCUMENTS = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def test_the_configuration_tables_are_those_of_the_classes() -> None:
@@ -60,3 +60,9 @@ def test_every_command_and_target_that_is_named_exists() -> None:
     used = set(re.findall(r"^(?:\.venv/bin/)?kvrelay ([a-z-]+)", README, flags=re.MULTILINE))
     assert used
     assert used <= set(COMMANDS)
+
+
+def test_every_document_is_in_the_sites_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("nav:")[2]
+    listed = sorted(re.findall(r": ([\w/.-]+\.md)$", navigation, flags=re.MULTILINE))
+    assert listed == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))

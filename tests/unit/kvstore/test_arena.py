@@ -1,4 +1,3 @@
-import gc
 import threading
 
 import pytest
@@ -97,5 +96,4 @@ def test_whatever_is_taken_and_dropped_the_books_hold(steps: list[tuple[bool, in
         del slot
         arena.check()
     held.clear()
-    gc.collect()
     assert arena.take(64 * 40) is not None
