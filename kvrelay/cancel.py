@@ -12,7 +12,7 @@ from kvrelay.errors import NotFoundError
 
 def main(argv: Sequence[str]) -> int:
     """Returns once the coordinator has ended the request; 1 with one line on stderr when no such request runs."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return run("cancel", options.address, lambda: _cancel(options))
 
 
@@ -26,7 +26,7 @@ async def _cancel(options: argparse.Namespace) -> None:
     write(f"cancelled {options.request_id}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = make_parser("cancel", "End a running request and free everything it holds; its caller is told.")
     parser.add_argument("request_id", metavar="ID", help="its id: what `kvrelay ask --request-id` or a client gave it")
     return parser

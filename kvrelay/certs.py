@@ -13,7 +13,7 @@ from kvrelay.errors import ConfigError
 
 def main(argv: Sequence[str]) -> int:
     """Raises ConfigError."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if options.days < 1:
         raise ConfigError(f"--days is {options.days}; allowed is at least 1")
     names = make_certificates(options.directory, options.host, options.days)
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     description = (
         "Makes a CA, and a certificate for each role and for the clients' port, in DIR. Where DIR has a CA it signs "
         "new certificates, which processes that run take up by themselves. For development and small clusters: the "

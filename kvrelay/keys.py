@@ -21,7 +21,7 @@ _SCOPES = ", ".join(scope.value for scope in Scope)
 
 def main(argv: Sequence[str]) -> int:
     """Raises ConfigError."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     expires = datetime.now(UTC) + timedelta(seconds=options.expires_in) if options.expires_in else None
     key, line = new_key(options.tenant, options.id or secrets.token_hex(4), options.scopes, expires, options.max_open)
     if options.file is None:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvrelay keys", description="Makes API keys.", allow_abbrev=False)
     new = parser.add_subparsers(required=True, metavar="new").add_parser(
         "new",

@@ -15,7 +15,7 @@ from kvrelay.rpc.nodes import NodeClient
 
 def main(argv: Sequence[str]) -> int:
     """Returns once the node has its new weight; 1 with one line on stderr when it could not be told."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return run("weight", options.node, lambda: _set_weight(options.node, options.weight))
 
 
@@ -39,7 +39,7 @@ def _weight_argument(text: str) -> float:
     return weight
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     description = (
         "Change a prefill or decode node's part of the requests beside other nodes' weights, until it is changed again "
         "or the node restarts. What runs there goes on."
