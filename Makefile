@@ -84,7 +84,7 @@ bench-store: $(INSTALLED)  ## measure the KV store: what it gives, what that is 
 bench-sim: $(INSTALLED)  ## compare policies on public traces and up to 1,000 nodes, in virtual time; ARGS="--quick"
 	$(BIN)/python -m bench.sim $(ARGS)
 
-bench-coordinator: $(INSTALLED)  ## measure the coordinator alone, between made-up nodes and clients; ARGS="--quick"
+bench-coordinator: $(INSTALLED)  ## measure the coordinator alone, and compare its policies on real clusters and in virtual time; ARGS="--quick"
 	$(BIN)/python -m bench.coordinator $(ARGS)
 
 bench-peers:  ## make the peers' environments (5 GB); ARGS="mooncake" for some of them

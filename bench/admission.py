@@ -9,16 +9,17 @@ numbers are the same on any machine.
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean, median
 
+from bench.sim.clock import VirtualClock
 from coordinator.admission import Admission
 from coordinator.fairness import DeficitRounds
 from coordinator.places import Places
@@ -83,34 +84,29 @@ class Simulation:
         self._tokens_per_s = tokens_per_s
         self._seconds = seconds
         self._draw = random.Random(7)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._clock = VirtualClock()
         self._numbers = itertools.count()
         self._free_tokens = POOL_TOKENS
-        self._turns: list[tuple[Ticket, Load, float]] = []
         self._tickets: dict[int, Ticket] = {}
-        self.now = 0.0
         self.pool_used: list[float] = []
         self.results: defaultdict[str, Results] = defaultdict(Results)
         self.decisions_s: list[float] = []  # of the processor, until a request knew whether it was let in
 
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
     def run(self) -> None:
         for load in self._loads.values():
-            self._at(self._draw.expovariate(1.0), lambda load=load: self._arrive(load))  # type: ignore[misc]
-        self._at(0.0, self._look)
-        while self._events and self._events[0][0] <= self._seconds:
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
-            while self._turns:
-                self._try(*self._turns.pop(0))
-
-    def _at(self, when: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), happen))
+            self._clock.at(self._draw.expovariate(1.0), self._arrive, load)
+        self._clock.at(0.0, self._look)
+        self._clock.run(until=self._seconds)
 
     def _look(self) -> None:
         self.pool_used.append(1 - self._free_tokens / POOL_TOKENS)
         for name in self._loads:
             self.results[name].queue.append(self._places.taken(name).num_places)
-        self._at(self.now + 1.0, self._look)
+        self._clock.after(1.0, self._look)
 
     def _arrive(self, load: Load) -> None:
         size = min(self._draw.expovariate(1.0), 8.0)
@@ -120,7 +116,7 @@ class Simulation:
         self._ask(sized, f"r{next(self._numbers)}", returned=False)
         mean_tokens = load.prompt_tokens + load.max_tokens
         pause_s = self._draw.expovariate(self._tokens_per_s[load.name] / mean_tokens)
-        self._at(self.now + pause_s, lambda: self._arrive(load))
+        self._clock.after(pause_s, self._arrive, load)
 
     def _ask(self, load: Load, request_id: str, *, returned: bool) -> None:
         results, num_tokens = self.results[load.name], load.prompt_tokens + load.max_tokens
@@ -131,7 +127,7 @@ class Simulation:
             self._admission.check_room(load.name, self.now, num_tokens=num_tokens, request_id=request_id)
         except OverloadedError as error:
             results.delays_s.append(error.retry_after_s)
-            self._at(self.now + error.retry_after_s, lambda: self._ask(load, request_id, returned=True))
+            self._clock.after(error.retry_after_s, partial(self._ask, load, request_id, returned=True))
             return
         finally:
             self.decisions_s.append(time.thread_time() - started)
@@ -141,14 +137,14 @@ class Simulation:
         number, entered_at = next(self._numbers), self.now
 
         def may_try() -> None:
-            self._at(self.now, lambda: self._turns.append((self._tickets[number], load, entered_at)))
+            self._clock.after(0.0, self._try, number, load, entered_at)
 
         demand = Demand(load.name, num_tokens)
         self._tickets[number] = self._admission.enter(may_try, demand, self.now)
-        self._at(self.now + MAX_WAIT_S, lambda: self._give_up(number, load))
+        self._clock.after(MAX_WAIT_S, self._give_up, number, load)
 
-    def _try(self, ticket: Ticket, load: Load, entered_at: float) -> None:
-        num_tokens = load.prompt_tokens + load.max_tokens
+    def _try(self, number: int, load: Load, entered_at: float) -> None:
+        ticket, num_tokens = self._tickets[number], load.prompt_tokens + load.max_tokens
         if not ticket.trying:
             return  # it gave up
         if num_tokens > self._free_tokens:
@@ -159,7 +155,7 @@ class Simulation:
         results.tokens_served += num_tokens
         results.waits_s.append(self.now - entered_at)
         self._admission.admitted(ticket, self.now)
-        self._at(self.now + seconds_held(load), lambda: self._end(num_tokens))
+        self._clock.after(seconds_held(load), self._end, num_tokens)
 
     def _end(self, num_tokens: int) -> None:
         self._free_tokens += num_tokens

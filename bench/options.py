@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+Groups = Mapping[str, Sequence[str]]  # names that stand for several
 
-def chosen_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """For argparse: names with commas between, in the order of `known`."""
+
+def chosen_of(known: Sequence[str], groups: Groups | None = None) -> Callable[[str], tuple[str, ...]]:
+    """For argparse: names with commas between, of rows or groups of them, in the order of `known`."""
+    meant = {name: (name,) for name in known} | {name: tuple(rows) for name, rows in (groups or {}).items()}
 
     def chosen(text: str) -> tuple[str, ...]:
         names = text.split(",")
-        unknown = [name for name in names if name not in known]
+        unknown = [name for name in names if name not in meant]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {','.join(known)}")
-        return tuple(name for name in known if name in names)
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {','.join(meant)}")
+        rows = {row for name in names for row in meant[name]}
+        return tuple(name for name in known if name in rows)
 
     return chosen
 
@@ -26,14 +30,16 @@ def make_parser(
     rows: Sequence[str],
     num_rounds: int,
     model: str = "a GGUF file of a Llama (default: the demo model)",
+    groups: Groups | None = None,
 ) -> argparse.ArgumentParser:
     """Of `python -m bench.NAME`, as far as such benchmarks have the same options; `model` is the help of that one."""
+    names = ",".join((*rows, *(groups or {})))
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", type=chosen_of(rows), default=rows, help=f"of {','.join(rows)} (default: all)")
+    parser.add_argument("--rows", type=chosen_of(rows, groups), default=rows, help=f"of {names} (default: all)")
     parser.add_argument("--repeat", type=_num_rounds, help=f"rounds (default: {num_rounds}; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="shows that all runs, measures little")
     parser.add_argument("--wait-s", type=float, default=60.0, help="for quiet CPUs before each part, at most")

@@ -10,16 +10,17 @@ It reads no clock but to time the code itself, so all other numbers are the same
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
+from bench.sim.clock import VirtualClock
 from coordinator.admission import Admission
 from coordinator.fairness import DeficitRounds
 from coordinator.forecast import Forecast
@@ -109,26 +110,21 @@ class Simulation:
         self._seconds = seconds
         self._targets, self._ttft_s, self._part_back = targets, ttft_s, part_back
         self._draw = random.Random(7)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._clock = VirtualClock()
         self._numbers = itertools.count()
         self._free_tokens = POOL_TOKENS
         self._prefill_until, self._num_prefills = 0.0, 0
-        self._turns: list[int] = []
         self._waiting: dict[int, tuple[Ticket, Request, float, float]] = {}
-        self.now = 0.0
         self.results = Results()
 
-    def run(self) -> Results:
-        self._at(0.0, self._arrive)
-        while self._events and self._events[0][0] <= self._seconds:
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
-            while self._turns:
-                self._try(self._turns.pop(0))
-        return self.results
+    @property
+    def now(self) -> float:
+        return self._clock.now
 
-    def _at(self, when: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), happen))
+    def run(self) -> Results:
+        self._clock.at(0.0, self._arrive)
+        self._clock.run(until=self._seconds)
+        return self.results
 
     def _arrive(self) -> None:
         tenant = self._tenants[0]
@@ -140,7 +136,7 @@ class Simulation:
         name = f"r{next(self._numbers)}"
         num_prompt = max(1, int(PROMPT_TOKENS * size))
         self._ask(Request(tenant.name, name, num_prompt, max_tokens, num_answer), returned=False)
-        self._at(self.now + self._draw.expovariate(self._requests_per_s), self._arrive)
+        self._clock.after(self._draw.expovariate(self._requests_per_s), self._arrive)
 
     def _ask(self, request: Request, *, returned: bool) -> None:
         tenant, results, predicted = request.tenant, self.results, self._predict(request)
@@ -153,7 +149,7 @@ class Simulation:
             results.num_refused += 1
             results.delays_s.append(error.retry_after_s)
             if self._draw.random() < self._part_back:
-                self._at(self.now + error.retry_after_s, lambda: self._ask(request, returned=True))
+                self._clock.after(error.retry_after_s, partial(self._ask, request, returned=True))
             return
         finally:
             results.decisions_s.append(time.thread_time() - started)
@@ -162,7 +158,7 @@ class Simulation:
         self._admission.got_in(tenant, request.name)
         number = next(self._numbers)
         demand = Demand(tenant, request.num_tokens)
-        ticket = self._admission.enter(lambda: self._at(self.now, lambda: self._turns.append(number)), demand, self.now)
+        ticket = self._admission.enter(lambda: self._clock.after(0.0, self._try, number), demand, self.now)
         self._waiting[number] = ticket, request, self.now, predicted.ttft_s
 
     def _predict(self, request: Request) -> Prediction:
@@ -190,8 +186,8 @@ class Simulation:
         ttft_s = self._prefill_until - asked_at
         self.results.num_in_time += ttft_s <= self._ttft_s
         self.results.errors_s.append(abs(ttft_s - predicted_s))
-        self._at(self._prefill_until, self._end_prefill)
-        self._at(self._prefill_until + request.num_answer * STEP_S, lambda: self._end(request))
+        self._clock.at(self._prefill_until, self._end_prefill)
+        self._clock.at(self._prefill_until + request.num_answer * STEP_S, self._end, request)
 
     def _end_prefill(self) -> None:
         self._num_prefills -= 1

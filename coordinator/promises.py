@@ -8,16 +8,21 @@ time told until shortly after it, for the same request id of the same tenant.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.heap import Heap
 from coordinator.stopwatch import Stopwatch
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0  # nothing is promised for later than that
 GRACE_S = 2.0  # a place is kept so long after the time told
 LEAD_S = 3.0  # and from so long before it: places come free in bursts, and none while a large request is at the head
+_EARLY_S = 0.5  # that somebody may come before the time told and be in time
+_LATE_S = 0.25  # that nobody may begin in front of one that can hardly wait, and has not come
+_MOST_DOUBLED = 4  # times that the delay of one that came in vain is doubled
 MAX_PROMISES = 16_384  # a tenant
 _LEAD_PLACES = 4  # where they come slowly, it is kept from when so many more shall come free until its time
 _NUM_FREED = 64  # places that came free last, by which the pace is told
@@ -93,6 +98,12 @@ class _Freed:
 class _Promise:
     num_places: int
     due: float
+    patience_s: float  # that it can wait when it has come
+    num_missed: int = 0  # times that it came when it was told to, and found no room
+
+    @property
+    def begun_by(self) -> float:
+        return self.due + self.patience_s
 
 
 class Promises:
@@ -104,6 +115,7 @@ class Promises:
         self._later: OrderedDict[str, _Promise] = OrderedDict()
         self._soon: OrderedDict[str, _Promise] = OrderedDict()  # places are kept for these
         self._num_soon = 0  # places
+        self._by_patience = Heap[str]()  # the soon ones, by when they have to begin
         self._last_due = 0.0
 
     def __len__(self) -> int:
@@ -121,6 +133,17 @@ class Promises:
         before = itertools.takewhile(lambda other: other != request_id, self._soon)
         return sum(self._soon[other].num_places for other in before)
 
+    def begun_by(self, now: float, pace: Paced) -> float:
+        """When the first of those that are to come soon can wait no longer; infinite where there is none. Who has not
+        come in time does not count."""
+        self._pass_on(pace, now)
+        while (first := self._by_patience.least()) is not None:
+            promise = self._soon[first]
+            if now <= min(promise.begun_by, promise.due + _LATE_S):
+                return promise.begun_by
+            self._by_patience.remove(first)
+        return math.inf
+
     def tell(
         self,
         request_id: str,
@@ -130,9 +153,10 @@ class Promises:
         guess_s: float,
         now: float,
         at_least_s: float = MIN_RETRY_AFTER_S,
+        patience_s: float = math.inf,
     ) -> float:
         """The delay in seconds for a request that was turned away, which is promised its places where it has an id.
-        `guess_s` holds while no pace is known; no delay is under `at_least_s`."""
+        `guess_s` holds while no pace is known; no delay is under `at_least_s`; then it can wait for `patience_s`."""
         self._pass_on(pace, now)
         known = self._soon.get(request_id) or self._later.get(request_id)
         if known is not None and num_places > known.num_places:
@@ -144,7 +168,7 @@ class Promises:
         due = max(self._last_due, now) + (guess_s if expected is None else expected * MARGIN)
         due = max(due, now + at_least_s)
         if request_id and due - now <= MAX_RETRY_AFTER_S and len(self) < MAX_PROMISES:
-            self._later[request_id] = _Promise(num_places, due)
+            self._later[request_id] = _Promise(num_places, due, patience_s)
             self._last_due = due
             return due - now
         return MAX_RETRY_AFTER_S if request_id else min(due - now, MAX_RETRY_AFTER_S)
@@ -155,6 +179,7 @@ class Promises:
             promise = promises.pop(request_id, None)
             if promise is not None and promises is self._soon:
                 self._num_soon -= promise.num_places
+                self._by_patience.remove(request_id)
             if promise is not None and promise.due == self._last_due:
                 self._last_due = self._latest_due()
 
@@ -171,13 +196,16 @@ class Promises:
 
     def _is_due(self, request_id: str, now: float) -> bool:
         """A moment before is in time: clocks differ."""
-        return now >= self._soon[request_id].due - MIN_RETRY_AFTER_S / 2
+        return now >= self._soon[request_id].due - _EARLY_S
 
     def _tell_again(self, request_id: str, promise: _Promise, now: float, at_least_s: float) -> float:
-        """Who comes early is told the rest; who comes in time and finds no room goes on being waited for."""
+        """Who comes early is told the rest; who comes in time and finds no room goes on being waited for, each time for
+        twice as long: what it lacks may not be a moment."""
         if promise.due - now < MIN_RETRY_AFTER_S:  # then it is among the soon ones
-            promise.due = now + at_least_s
+            promise.due = now + at_least_s * 2 ** min(promise.num_missed, _MOST_DOUBLED)
+            promise.num_missed += 1
             self._soon.move_to_end(request_id)
+            self._by_patience.rank(request_id, (promise.begun_by,))
         return promise.due - now
 
     def _pass_on(self, pace: Paced, now: float) -> None:
@@ -186,5 +214,6 @@ class Promises:
             request_id, _ = self._later.popitem(last=False)
             self._soon[request_id] = first
             self._num_soon += first.num_places
+            self._by_patience.rank(request_id, (first.begun_by,))
         while self._soon and next(iter(self._soon.values())).due + GRACE_S < now:
             self.forget(next(iter(self._soon)))

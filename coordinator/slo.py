@@ -105,6 +105,7 @@ class _Bounds(NamedTuple):
     part: float  # within which a prediction must be
     kept_s: float  # of the wait, left to others
     is_ahead: bool = False  # its tenant has had more than its part
+    most_s: float = math.inf  # until its first token: then one that was told to come has to be begun
 
 
 class SloAdmission:
@@ -147,7 +148,7 @@ class SloAdmission:
         delay_s = 0.0
         if not refusal.is_for_good:
             self._dues.refused(tenant, now)
-            delay_s = self._tell(promises, tenant, request_id, prediction, pace, refusal, now)
+            delay_s = self._tell(promises, tenant, request_id, targets, prediction, pace, refusal, now)
         self._on_refused(refusal.target)
         if refusal.is_for_good:
             raise TargetOutOfReachError(f"the request {refusal.why}; ask for a longer one, or as best effort")
@@ -162,21 +163,24 @@ class SloAdmission:
         num_kept = own.num_kept(request_id, pace, now, prediction.num_positions)
         if own.waits_for(request_id, now):
             return _Bounds(1.0, pace.seconds(num_kept))
-        num_kept += sum(
-            promises.num_kept("", pace, now)
-            for name, promises in self._promises
-            if promises and promises is not own and not self._dues.is_behind(tenant, name, now)
-        )
         if not any(promises for _, promises in self._promises):
             return _Bounds(1.0, 0.0)
+        others = [
+            promises
+            for name, promises in self._promises
+            if promises and promises is not own and not self._dues.is_behind(tenant, name, now)
+        ]
+        num_kept += sum(promises.num_kept("", pace, now) for promises in others)
+        most_s = min(promises.begun_by(now, pace) for promises in (own, *others)) - now
         is_ahead = self._dues.is_ahead(tenant, now)
-        return _Bounds(AHEAD_PART if is_ahead else NEWCOMERS_PART, pace.seconds(num_kept), is_ahead)
+        return _Bounds(AHEAD_PART if is_ahead else NEWCOMERS_PART, pace.seconds(num_kept), is_ahead, most_s)
 
     def _tell(
         self,
         promises: Promises,
         tenant: str,
         request_id: str,
+        targets: Targets,
         prediction: Prediction,
         pace: _Pace,
         refusal: _Refusal,
@@ -190,6 +194,7 @@ class SloAdmission:
             prediction.forecast.prefill_s if prediction.forecast else 0.0,
             now,
             max(MIN_RETRY_AFTER_S, refusal.excess_s * MARGIN),
+            math.inf if targets.ttft_s is None else targets.ttft_s - prediction.least_ttft_s,
         )
 
     def _too_slow(self, targets: Targets, prediction: Prediction, bounds: _Bounds) -> _Refusal | None:
@@ -218,7 +223,7 @@ def _too_late(targets: Targets, prediction: Prediction, bounds: _Bounds) -> _Ref
     if limit_s is None:
         return None
     kept_s = min(bounds.kept_s, limit_s / 2)
-    if ttft_s + kept_s <= limit_s * bounds.part:
+    if ttft_s + kept_s <= limit_s * bounds.part and ttft_s <= bounds.most_s:
         return None
     compared = _compared(ttft_s, limit_s, bounds)
     why = f"would get its first token in about {_s(ttft_s)}, {compared} the {limit_s:g} s asked for"

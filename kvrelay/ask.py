@@ -35,7 +35,7 @@ _COUNTS = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs")
 def main(argv: Sequence[str]) -> int:
     """Streams an answer to stdout, then a line of facts. With one line on stderr: 1 when there is no answer, 2 when
     the command line makes no sense."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         _check(options)
         prompt, sampling = _prompt(options), _sampling(options)
@@ -177,7 +177,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = make_parser("ask", "Ask a running cluster; the answer streams, then a line of facts follows.")
     parser.add_argument("prompt", nargs="?", metavar="TEXT", help='the question; "-" reads it from stdin')
     parser.add_argument("--system", default="", metavar="TEXT", help="system message before it")

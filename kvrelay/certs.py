@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,14 @@ from kvrelay.errors import ConfigError
 
 def main(argv: Sequence[str]) -> int:
     """Raises ConfigError."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if options.days < 1:
         raise ConfigError(f"--days is {options.days}; allowed is at least 1")
     names = make_certificates(options.directory, options.host, options.days)
     where = options.directory
+    if options.json:
+        sys.stdout.write(json.dumps({"directory": str(where), "names": list(names)}) + "\n")
+        return 0
     sys.stdout.write(
         f"{where}: {', '.join(names)}, signed by ca.pem. Keep ca.key to yourself: who has it can join as a node.\n"
         f"  a role:         --peer-ca {where}/ca.pem --peer-cert {where}/ROLE.pem --peer-key {where}/ROLE.key\n"
@@ -27,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     description = (
         "Makes a CA, and a certificate for each role and for the clients' port, in DIR. Where DIR has a CA it signs "
         "new certificates, which processes that run take up by themselves. For development and small clusters: the "
@@ -43,4 +47,5 @@ def _parser() -> argparse.ArgumentParser:
         help="a name or address that roles are reached by, beside loopback; may be repeated",
     )
     parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they hold (default: 365)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

@@ -101,7 +101,7 @@ class Chat:
 def main(argv: Sequence[str]) -> int:
     """The exit status: 1, after one line on stderr each, when the cluster cannot be asked or a turn had no answer; 2
     when the command line makes no sense."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     given = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
     sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     try:
@@ -140,7 +140,7 @@ def _read_turn() -> str | None:
         return None
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "chat",
         f"Talk to a running cluster, a line a turn; {CLEAR} begins anew, {LEAVE} or the end of the input leaves. Under "

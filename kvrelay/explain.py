@@ -17,7 +17,7 @@ from kvrelay.explanation import Explanation, LifeStep
 
 def main(argv: Sequence[str]) -> int:
     """Prints one request's life; 1 with one line on stderr when no coordinator that is asked knows of it."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return run("explain", options.address, lambda: _explain(options))
 
 
@@ -96,7 +96,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "explain",
         "Tell why a request waited, where it went and what it cost: of one that runs, or ended within ten minutes.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from kvrelay.errors import InvalidRequestError, ModelFileError, StructureError
 from kvrelay.matcher import Matcher, reason
-from kvrelay.structured import StructuredOutput, StructureKind
+from kvrelay.structured import MAX_REGEX_BYTES, StructuredOutput, StructureKind
 from kvrelay.tokenizer import Tokenizer
 
 NUM_KEPT = 16  # compiled ones, the latest used: a client sends the same schema again and again
@@ -22,6 +23,7 @@ MAX_GBNF_BYTES = 8_192  # its translation takes time with the square of the rule
 JSON_WHITESPACE = r"(\x20|\x0A[\x20\x09]{0,40})"
 
 # What compiling, and then one step of one answer, may take: without them a regular expression of 40 KB took 1.7 GB.
+_LONG_STRING = re.compile(rf'"(?:[^"\\]|\\.){{{MAX_REGEX_BYTES + 1}}}', re.DOTALL)
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=50_000,
     max_lexer_states=10_000,
@@ -107,6 +109,8 @@ def _of_schema(structured: StructuredOutput, schema: str) -> str:
         schema = "{}"
     if not schema.lstrip().startswith("{"):
         raise _refused(structured, "it is no JSON object, as a schema has to be")
+    if _LONG_STRING.search(schema):
+        raise _refused(structured, f"a string in it, which may be a pattern, has over {MAX_REGEX_BYTES} characters")
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE})
     except ValueError as error:

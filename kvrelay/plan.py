@@ -26,7 +26,7 @@ _HEADER = ("KV DTYPE", "WEIGHTS", "LEFT FOR KV", "BYTES A TOKEN", "BLOCKS", "A R
 
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises ConfigError or ModelFileError, saying what to do, when there can be none."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     shape = read_kv_shape(options.model)
     weights = _weights(options)
     plans = _plans(options, shape, weights)
@@ -158,7 +158,7 @@ def _notes(shape: KVShape, weights: WeightBytes, plans: dict[str, Capacity]) -> 
     return notes
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvrelay plan", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("--model", type=_path, required=True, metavar="PATH", help="a GGUF file or a Hugging Face directory")

@@ -29,7 +29,7 @@ _HEADER = ("ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "RESERVED", "BLOCKS
 
 def main(argv: Sequence[str]) -> int:
     """Prints the cluster as the coordinator sees it; 1 with one line on stderr when it cannot be asked."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return run("status", options.address, lambda: _status(options))
 
 
@@ -144,7 +144,7 @@ def _pause(text: str) -> float:
     return seconds
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = make_parser("status", "Show a running cluster: its nodes, their KV blocks, what waits and runs.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, a line each with --watch")
     parser.add_argument(

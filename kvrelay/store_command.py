@@ -21,7 +21,7 @@ MAX_PIN_S = 604_800.0  # a week, as a store allows
 
 def main(argv: Sequence[str]) -> int:
     """With one line on stderr: 1 when something failed, 2 when the command line makes no sense."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         _check(options)
     except InvalidRequestError as error:
@@ -49,7 +49,7 @@ def _check_warm(options: argparse.Namespace) -> None:
         raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a length of time over 0")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay store", description="Look after the KV stores of a running cluster.", allow_abbrev=False
     )

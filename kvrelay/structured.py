@@ -9,6 +9,7 @@ from kvrelay.errors import InvalidRequestError
 
 MAX_STRUCTURE_BYTES = 131_072  # of the text, or of all choices together, as UTF-8
 MAX_GRAMMAR_BYTES = 32_768
+MAX_REGEX_BYTES = 16_384  # compiling takes time and memory with the square of it
 MAX_CHOICES = 1_024
 
 
@@ -20,6 +21,9 @@ class StructureKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+
+
+_MAX_BYTES = {StructureKind.GRAMMAR: MAX_GRAMMAR_BYTES, StructureKind.REGEX: MAX_REGEX_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,7 @@ class StructuredOutput:
     def _check_text(self) -> None:
         if not self.text:
             raise InvalidRequestError(f"{self.kind} is empty; write one, or leave it out")
-        _check_bytes(
-            self.kind, self.text, MAX_GRAMMAR_BYTES if self.kind is StructureKind.GRAMMAR else MAX_STRUCTURE_BYTES
-        )
+        _check_bytes(self.kind, self.text, _MAX_BYTES.get(self.kind, MAX_STRUCTURE_BYTES))
 
     def _check_choices(self) -> None:
         if not 1 <= len(self.choices) <= MAX_CHOICES:

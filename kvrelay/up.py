@@ -24,6 +24,22 @@ from kvrelay.planned_roles import DEFAULT_PORT_BASE, PlannedRole, check_ports, c
 from kvrelay.role_process import RoleProcess
 from kvrelay.types import Role
 
+_DESCRIPTION = (
+    "Starts a whole cluster on this machine, one process per role, and stays until Ctrl-C. It restarts nothing that "
+    "dies, and ends when the last it started of a role other than the kvstore is gone. To bring a node back by hand: "
+    "kvrelay decode-node --model MODEL --coordinator HOST:PORT --kvstore HOST:PORT (or prefill-node)."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    return run(parser().parse_args(argv))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvrelay up", description=_DESCRIPTION, allow_abbrev=False)
+    add_arguments(parser)
+    return parser
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinators", type=int, default=1, metavar="N", help="coordinators (default: 1)")

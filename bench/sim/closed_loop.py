@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from dataclasses import dataclass
 
 from bench.sim.cluster import Setup, Simulation
@@ -15,7 +14,7 @@ from bench.sim.request import SimRequest
 from bench.sim.results import quantile
 from bench.sim.shapes import NodeShape, StepTime
 from bench.sim.tables import cell, table
-from bench.sim.tasks import Options, measure_all
+from bench.sim.tasks import Options, measure_lines
 from kvrelay.limits import DecodeLimits, PrefillLimits, QueueMarks
 from kvrelay.types import RequestId
 
@@ -107,14 +106,16 @@ def measure(task: Task) -> Measured:
     )
 
 
+def _measured(task: Task) -> dict[float, Measured]:
+    return {task.num_clients: measure(task)}
+
+
 def report(options: Options) -> str:
     tasks = [Task(count, number, options) for count in NUM_CLIENTS for number in range(options.num_slices)]
-    groups: defaultdict[int, list[Measured]] = defaultdict(list)
-    for task, measured in zip(tasks, measure_all(measure, tasks, options), strict=True):
-        groups[task.num_clients].append(measured)
+    groups = measure_lines(_measured, tasks, lambda task, num_clients: num_clients, options)
     rows = [
         [
-            str(num_clients),
+            f"{num_clients:g}",
             cell([one.came_p50_s for one in group]),
             cell([one.came_p95_s for one in group]),
             cell([100 * one.error_p50 for one in group], ".0f"),

@@ -26,9 +26,10 @@ from coordinator.fairness import DeficitRounds
 from coordinator.members import Member, Members
 from coordinator.places import Places
 from coordinator.retry_advice import RetryAdvice
-from coordinator.slo import NO_TARGETS, Targets
+from coordinator.slo import NO_TARGETS, Targets, targets_of
 from coordinator.tenant_policy import TenantPolicies
 from kvrelay.cluster import ModelInfo, NodeInfo, NodeStatus
+from kvrelay.inference import GenerateRequest
 from kvrelay.kv.layout import KVLayout
 from kvrelay.kv.pool import BlockPool
 from kvrelay.types import InstanceId, RequestId, Role
@@ -46,10 +47,11 @@ class Setup:
     placing: Callable[[], Placing] = PairCost
     reserving: Callable[[], Reserving] = Full
     policies: TenantPolicies = field(default_factory=TenantPolicies)
-    targets: Targets = NO_TARGETS  # that all requests name
+    targets: Targets = NO_TARGETS  # that all requests name; what they do not is their tenant's
     max_queue: int = 256
     max_queue_wait_s: float = 60.0
     max_returns: int = 0  # how often one that is turned away comes back, when it was told to
+    times_decisions: bool = False
 
 
 @dataclass(slots=True)
@@ -84,9 +86,10 @@ class Simulation:
             Admission(self._places, DeficitRounds(setup.policies.weight), RetryAdvice()),
             placing=setup.placing(),
             reserving=setup.reserving(),
-            targets=setup.targets,
+            targets_of=self._targets_of,
             weight_of=setup.policies.weight,
             max_queue_wait_s=setup.max_queue_wait_s,
+            times_decisions=setup.times_decisions,
             ended=self._ended,
         )
         self._requests: list[SimRequest] = []
@@ -130,6 +133,11 @@ class Simulation:
             counts = node.pool.counts()
             assert counts.held + counts.reserved == 0, f"{counts} after the run"
         assert self._places.num_taken == 0, f"{self._places.num_taken} places are taken after the run"
+
+    def _targets_of(self, tenant: str) -> Targets:
+        named = self._setup.targets
+        request = GenerateRequest(None, ttft_target_s=named.ttft_s, itl_target_s=named.itl_s)
+        return targets_of(request, self._setup.policies.of(tenant))
 
     def _start_s(self) -> float:
         """By then every node has told its first status."""

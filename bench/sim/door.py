@@ -14,15 +14,20 @@ from kvrelay.errors import OverloadedError
 
 
 class Door:
-    """All requests have the same targets."""
+    """`targets_of` gives what a tenant's requests want."""
 
     def __init__(
-        self, view: View, admission: Admission, placing: Placing, targets: Targets, weight_of: Callable[[str], float]
+        self,
+        view: View,
+        admission: Admission,
+        placing: Placing,
+        targets_of: Callable[[str], Targets],
+        weight_of: Callable[[str], float],
     ) -> None:
         self._view = view
         self._admission = admission
         self._placing = placing
-        self._targets = targets
+        self._targets_of = targets_of
         self._slo = SloAdmission(weight_of=weight_of)
 
     def note_answer(self, seconds: float) -> None:
@@ -45,9 +50,10 @@ class Door:
 
     def _check_targets(self, request: SimRequest, demand: Demand, now: float) -> None:
         """Raises OverloadedError for one whose targets are out of reach."""
-        if not self._targets.are_set:
-            return
         arrival = request.arrival
+        targets = self._targets_of(arrival.tenant)
+        if not targets.are_set:
+            return
         prediction = Prediction(
             wait_s=self._admission.wait_s(demand, self._view.num_tokens_free(), now),
             forecast=self._placing.forecast(request, self._view.known(request)),
@@ -56,4 +62,4 @@ class Door:
             num_positions=arrival.num_prompt + arrival.max_tokens,
         )
         request.predicted_s = prediction.ttft_s
-        self._slo.check(arrival.tenant, request.request_id, self._targets, prediction, now, best_effort=False)
+        self._slo.check(arrival.tenant, request.request_id, targets, prediction, now, best_effort=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +16,7 @@ from bench.sim.request import SimRequest
 from bench.sim.reserving import Expected
 from bench.sim.results import Goal, capacity_per_s, finished, goodput, quantile, ttfts_s
 from bench.sim.tables import cell, table
-from bench.sim.tasks import Options, measure_all
+from bench.sim.tasks import Options, measure_lines
 from coordinator.slo import NO_TARGETS, Targets
 from coordinator.tenant_policy import parse_policies
 
@@ -47,6 +47,7 @@ class Task:
 class Measured:
     answers_per_s: float  # while the load lasts
     goodput_per_s: float
+    good_tokens_per_s: float  # of prompts and answers that goodput counts
     ttft_p95_s: float
     queue_mean: float
     queue_max: float
@@ -93,12 +94,13 @@ def capacity_of(number: int, options: Options) -> float:
     return capacity_per_s(SETUP, mixed(number, options.num_slices, min(options.num_requests, 600)), number)
 
 
-def measure(task: Task) -> Measured:
+def measure(task: Task) -> dict[float, Measured]:
     options, capacity = task.options, capacity_of(task.number, task.options)
     per_s = task.factor * capacity
     load = mixed(task.number, options.num_slices, int(per_s * 60.0 * minutes_of(options)))
     load = [replace(arrival, at=arrival.at / per_s) for arrival in load]
-    return _measured(simulate(replace(SETUP, targets=POLICIES[task.targets]), load, task.number), load[-1].at)
+    run = simulate(replace(SETUP, targets=POLICIES[task.targets]), load, task.number)
+    return {task.factor: _measured(run, load[-1].at)}
 
 
 def _measured(run: Run, seconds: float) -> Measured:
@@ -110,12 +112,17 @@ def _measured(run: Run, seconds: float) -> Measured:
     return Measured(
         len(within) / seconds,
         goodput(run, GOAL, seconds),
+        sum(_num_tokens(request) for request in run.requests if GOAL.met(request)) / seconds,
         quantile(ttfts_s(run), 0.95),
         mean(queued),
         max(queued),
         {tenant: tokens[tenant] / tokens.total() for tenant in WEIGHTS},
         mean(run.returns) if run.returns else float("nan"),
     )
+
+
+def _num_tokens(request: SimRequest) -> int:
+    return request.arrival.num_prompt + request.arrival.num_output
 
 
 def _served(run: Run, seconds: float) -> list[SimRequest]:
@@ -130,14 +137,13 @@ def report(options: Options) -> str:
         for factor in FACTORS
         for number in range(options.num_slices)
     ]
-    groups: defaultdict[tuple[str, float], list[Measured]] = defaultdict(list)
-    for task, measured in zip(tasks, measure_all(measure, tasks, options), strict=True):
-        groups[task.targets, task.factor].append(measured)
+    groups = measure_lines(measure, tasks, lambda task, factor: (task.targets, factor), options)
     rows = [
         [
             *(targets, f"{factor:g}x"),
             cell([one.answers_per_s for one in group]),
             cell([one.goodput_per_s for one in group]),
+            cell([one.good_tokens_per_s for one in group], ",.0f"),
             cell([one.ttft_p95_s for one in group], ".1f"),
             cell([one.queue_mean for one in group], ".0f"),
             cell([one.queue_max for one in group], ".0f"),
@@ -148,7 +154,16 @@ def report(options: Options) -> str:
     ]
     total = sum(WEIGHTS.values())
     columns = (
-        *("targets", "load", "answers /s", "goodput /s", "TTFT p95, s", "queued, mean", "queued, most"),
+        *(
+            "targets",
+            "load",
+            "answers /s",
+            "goodput /s",
+            "goodput, tokens/s",
+            "TTFT p95, s",
+            "queued, mean",
+            "queued, most",
+        ),
         *(f"{tenant}, % of tokens ({100 * weight / total:.0f})" for tenant, weight in WEIGHTS.items()),
         "of those who came back as told, let in, %",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,7 +12,7 @@ from bench.sim.placing import LeastLoaded, PrefixAffinity, RoundRobin, Routed
 from bench.sim.results import capacity_per_s, finished, hit_rate, imbalance, quantile, ttfts_s
 from bench.sim.shapes import NodeShape, StepTime
 from bench.sim.tables import cell, table
-from bench.sim.tasks import Options, measure_all
+from bench.sim.tasks import Options, measure_lines
 
 MAX_TOKENS = 2_048
 LONGEST = 16_000  # tokens of a prompt: three of four are no longer
@@ -77,10 +76,7 @@ def measure(task: Task) -> dict[float, Measured]:
 
 def report(options: Options) -> str:
     tasks = [Task(policy, number, options) for policy in POLICIES for number in range(options.num_slices)]
-    groups: defaultdict[tuple[float, str], list[Measured]] = defaultdict(list)
-    for task, measured in zip(tasks, measure_all(measure, tasks, options), strict=True):
-        for factor, one in measured.items():
-            groups[factor, task.policy].append(one)
+    groups = measure_lines(measure, tasks, lambda task, factor: (factor, task.policy), options)
     rows = [
         [
             *(f"{factor:g}x", policy),

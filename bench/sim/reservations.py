@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -11,7 +10,7 @@ from bench.sim.load import Arrival, azure, cut, paced
 from bench.sim.reserving import Expected, Full
 from bench.sim.results import Goal, capacity_per_s, finished, goodput, quantile, ttfts_s
 from bench.sim.tables import cell, table
-from bench.sim.tasks import Options, measure_all
+from bench.sim.tasks import Options, measure_lines
 
 MAX_TOKENS = 1_024
 GOAL = Goal(ttft_s=2.0, itl_s=0.05)
@@ -72,10 +71,7 @@ def report(options: Options) -> str:
         for policy in POLICIES
         for number in range(options.num_slices)
     ]
-    groups: defaultdict[tuple[str, float, str], list[Measured]] = defaultdict(list)
-    for task, measured in zip(tasks, measure_all(measure, tasks, options), strict=True):
-        for factor, one in measured.items():
-            groups[task.trace, factor, task.policy].append(one)
+    groups = measure_lines(measure, tasks, lambda task, factor: (task.trace, factor, task.policy), options)
     rows = [
         [
             *(trace, f"{factor:g}x", policy),

@@ -24,7 +24,7 @@ def report(options: Options) -> str:
     load = hour() if options.num_requests >= FULL_REQUESTS else hour()[: options.num_requests]
     rows = []
     for num_prefill, num_decode in NODES:
-        setup = Setup(num_prefill=num_prefill, num_decode=num_decode)
+        setup = Setup(num_prefill=num_prefill, num_decode=num_decode, times_decisions=True)
         run = simulate(setup, load)
         decisions = run.decisions_s
         rows.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -10,7 +9,7 @@ from bench.sim.cluster import Setup, simulate
 from bench.sim.load import Arrival, azure, cut, paced
 from bench.sim.results import Goal, capacity_per_s, finished, goodput, quantile, ttfts_s
 from bench.sim.tables import cell, table
-from bench.sim.tasks import Options, measure_all
+from bench.sim.tasks import Options, measure_lines
 from coordinator.slo import NO_TARGETS, Targets
 
 MAX_TOKENS = 1_024
@@ -68,10 +67,7 @@ def measure(task: Task) -> dict[float, Measured]:
 
 def report(options: Options) -> str:
     tasks = [Task(policy, number, options) for policy in POLICIES for number in range(options.num_slices)]
-    groups: defaultdict[tuple[float, str], list[Measured]] = defaultdict(list)
-    for task, measured in zip(tasks, measure_all(measure, tasks, options), strict=True):
-        for factor, one in measured.items():
-            groups[factor, task.policy].append(one)
+    groups = measure_lines(measure, tasks, lambda task, factor: (factor, task.policy), options)
     rows = [
         [
             *(f"{factor:g}x", policy),

@@ -7,13 +7,13 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine.launch import WorkerFailedError
+from bench import clusters
 from kvrelay.client import AsyncClient
-from kvrelay.errors import KVRelayError, UnavailableError
+from kvrelay.errors import UnavailableError
 from kvrelay.inference import RequestFinished, TokenPrompt, TokensGenerated
 from kvrelay.sampling import SamplingParams
 from kvrelay.types import CachedTokens
@@ -46,14 +46,8 @@ class Seen:
 @asynccontextmanager
 async def running(cluster: Cluster) -> AsyncIterator[Asker]:
     """Starts it, and ends it with the block. Raises WorkerFailedError for what a process or an answer failed of."""
-    async with AsyncExitStack() as stack:
-        try:
-            stack.callback(cluster.kill)
-            await asyncio.to_thread(cluster.start)
-            client = await stack.enter_async_context(AsyncClient(cluster.address))
-            yield Asker(cluster, client)
-        except (KVRelayError, RuntimeError, TimeoutError, AssertionError) as error:
-            raise WorkerFailedError(f"{type(error).__name__}: {error}\n{cluster.logs()}\n{error}") from error
+    async with clusters.running(cluster), AsyncClient(cluster.address) as client:
+        yield Asker(cluster, client)
 
 
 def make_cluster(model: Path, directory: Path, num_blocks: int, *, with_store: bool) -> Cluster:

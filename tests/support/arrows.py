@@ -77,6 +77,7 @@ RANKS = {
     "kvrelay.client_answer": 7,
     "kvrelay.client_command": 7,
     "kvrelay.cli": 7,
+    "kvrelay.completion": 7,
     "kvrelay.config_table": 7,
     "kvrelay.demo_model": 7,
     "kvrelay.local_cluster": 7,

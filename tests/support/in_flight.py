@@ -37,7 +37,7 @@ STAGE_TIMEOUT_S = 60.0
 MAX_TRIES = 6  # requests until one goes where it is wanted; load balancing needs two
 
 # First bytes of the replies that end a stage: field 2 (3) of the event is set. See proto/kvrelay/pb.
-NODE_FINISHED = b"\x12"  # DecodeEvent and PrefillEvent
+NODE_FINISHED = b"\x12"  # DecodeReply and PrefillEvent
 REQUEST_FINISHED = b"\x1a"  # GenerateEvent
 
 

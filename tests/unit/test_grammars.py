@@ -103,6 +103,10 @@ REFUSED = {
     "3,000 parentheses in GBNF": (grammar("root ::= " + "(" * 3_000), "recursion depth"),
     "much GBNF": (grammar("root ::= " + "a" * 8_192), "it has 8201 bytes; in GBNF at most 8192"),
     "much to take apart": (regex("a?" * 20_000), "initial lexer configuration (grammar) too big"),
+    "a long pattern": (
+        schema(json.dumps({"pattern": '\\"' * 16_385})),
+        "a string in it, which may be a pattern, has over",
+    ),
     "a rule that is not there": (grammar("start: missing"), "missing"),
 }
 

@@ -113,7 +113,7 @@ async def test_watching_goes_on_while_the_coordinator_is_away(capsys: pytest.Cap
 
     seen: list[str] = []
     async with ends() as cluster:
-        options = status._parser().parse_args(["--watch", "0.1", "--address", cluster.address])
+        options = status.parser().parse_args(["--watch", "0.1", "--address", cluster.address])
         watching = asyncio.create_task(status._status(options))
         await until(2, "ready, 0 running", seen)
     await until(1, f"kvrelay status: no coordinator answers at {cluster.address}", seen)

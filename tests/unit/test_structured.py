@@ -14,7 +14,7 @@ from kvrelay.structured import StructuredOutput, StructureKind
     [
         StructuredOutput(StructureKind.JSON_OBJECT),
         StructuredOutput(StructureKind.JSON_SCHEMA, "{}"),
-        StructuredOutput(StructureKind.REGEX, "x" * 131_072),
+        StructuredOutput(StructureKind.REGEX, "x" * 16_384),
         StructuredOutput(StructureKind.GRAMMAR, 'start: "ü"'),
         StructuredOutput(StructureKind.CHOICE, choices=("x",) * 1024),
     ],
@@ -33,6 +33,7 @@ def test_what_is_allowed(structured: StructuredOutput) -> None:
             StructuredOutput(StructureKind.GRAMMAR, "\ud800"),
             "grammar is not valid Unicode: surrogates not allowed",
         ),
+        (StructuredOutput(StructureKind.REGEX, "x" * 16_385), "regex has 16385 bytes; at most 16384 are allowed"),
         (StructuredOutput(StructureKind.GRAMMAR, "x" * 32_769), "grammar has 32769 bytes; at most 32768 are allowed"),
         (StructuredOutput(StructureKind.CHOICE), r"choice has 0 entries; allowed is \[1, 1024\]"),
         (StructuredOutput(StructureKind.CHOICE, choices=("x",) * 1025), "choice has 1025 entries"),

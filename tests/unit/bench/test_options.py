@@ -16,6 +16,14 @@ def test_rows_are_chosen_by_name_and_come_in_their_own_order() -> None:
         chosen_of(("a", "b"))("a,d")
 
 
+def test_a_group_stands_for_its_rows() -> None:
+    chosen = chosen_of(("a", "b", "c"), {"both": ("c", "b")})
+    assert chosen("both") == ("b", "c")
+    assert chosen("both,a,b") == ("a", "b", "c")
+    with pytest.raises(argparse.ArgumentTypeError, match="d is none of a,b,c,both"):
+        chosen("d")
+
+
 def test_all_rows_are_measured_unless_some_are_chosen() -> None:
     parser = make_parser("some", None, ("a", "b"), num_rounds=3)
     options = parser.parse_args([])

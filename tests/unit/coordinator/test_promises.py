@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from coordinator.promises import MAX_PROMISES, MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Pace, Promises
 from coordinator.retry_advice import RetryAdvice
+
+WAITING = (("a", 1.5), ("b", 0.5))  # and how long each can wait when it has come
 
 
 def steady(interval_s: float, num_freed: int = 10) -> Pace:
@@ -193,3 +197,26 @@ def test_what_takes_longer_to_come_in_reach_is_told_no_sooner() -> None:
     assert not promises.waits_for("one", now=8.0)
     assert promises.waits_for("one", now=8.5)
     assert not promises.waits_for("new", now=8.5)
+
+
+def test_until_when_those_can_wait_that_come_soon() -> None:
+    promises, pace = Promises(), FixedPace(0.5)
+    assert promises.begun_by(0.0, pace) == math.inf
+    told = [promises.tell(name, 16, 0, pace, 1.0, 0.0, patience_s=patience_s) for name, patience_s in WAITING]
+    assert told == pytest.approx([10.0, 20.0])
+    assert promises.begun_by(6.0, pace) == math.inf, "neither comes within three seconds"
+    assert promises.begun_by(8.0, pace) == pytest.approx(11.5)
+    assert promises.begun_by(11.75, pace) == math.inf, "the first one has not come"
+    assert promises.begun_by(18.0, pace) == pytest.approx(20.5)
+    assert promises.tell("b", 16, 0, pace, 1.0, 20.0, at_least_s=3.0) == pytest.approx(3.0)
+    assert promises.begun_by(20.0, pace) == pytest.approx(23.5), "it came, and shall come again"
+    promises.forget("b")
+    assert promises.begun_by(20.0, pace) == math.inf
+
+
+def test_who_came_in_time_and_in_vain_is_told_twice_as_long_each_time() -> None:
+    promises, pace, now, told = Promises(), FixedPace(1.0), 0.0, []
+    for _ in range(8):
+        told.append(promises.tell("a", 4, 0, pace, 1.0, now))
+        now += told[-1]
+    assert told == pytest.approx([5.0, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0, 16.0])

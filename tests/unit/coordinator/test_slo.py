@@ -133,6 +133,18 @@ def test_who_was_told_to_come_back_is_kept_room_and_newcomers_are_not() -> None:
     assert check(slo, targets, just_fits, delay_s, request_id="one")
 
 
+def test_newcomers_keep_out_of_the_way_of_one_that_can_hardly_wait_when_it_has_come() -> None:
+    slo, targets = SloAdmission(), Targets(ttft_s=2.0)
+    small = {"tokens_per_s": 1_000_000.0, "num_tokens": 1}  # so that what is kept for it takes no time
+    long = prediction(queue_s=1.0, prefill_s=1.75, **small)  # type: ignore[arg-type]
+    delay_s = refused(slo, targets, long, request_id="long").retry_after_s
+    short = prediction(queue_s=0.5, prefill_s=0.25, **small)  # type: ignore[arg-type]
+    assert check(slo, targets, short, now=delay_s - 0.6), "it is done before the long one has to begin"
+    assert "others told to come back before it" in refused(slo, targets, short, now=delay_s - 0.4).message
+    assert check(slo, targets, prediction(prefill_s=1.75), now=delay_s, request_id="long")
+    assert check(slo, targets, short, now=delay_s)
+
+
 def test_of_several_each_is_told_a_later_time() -> None:
     slo, targets = SloAdmission(), Targets(ttft_s=1.0)
     delays = [
