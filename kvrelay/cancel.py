@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from kvrelay.client import AsyncClient
@@ -23,10 +24,12 @@ async def _cancel(options: argparse.Namespace) -> None:
         except NotFoundError as error:
             where = f"at {options.address}; another coordinator may have it"
             raise NotFoundError(f"{error.message} {where}") from error
-    write(f"cancelled {options.request_id}\n")
+    told = {"request_id": options.request_id, "state": "cancelled"}
+    write(f"{json.dumps(told) if options.json else f'cancelled {options.request_id}'}\n")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = make_parser("cancel", "End a running request and free everything it holds; its caller is told.")
     parser.add_argument("request_id", metavar="ID", help="its id: what `kvrelay ask --request-id` or a client gave it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

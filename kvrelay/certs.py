@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--days is {options.days}; allowed is at least 1")
     names = make_certificates(options.directory, options.host, options.days)
     where = options.directory
+    if options.json:
+        sys.stdout.write(json.dumps({"directory": str(where), "names": list(names)}) + "\n")
+        return 0
     sys.stdout.write(
         f"{where}: {', '.join(names)}, signed by ca.pem. Keep ca.key to yourself: who has it can join as a node.\n"
         f"  a role:         --peer-ca {where}/ca.pem --peer-cert {where}/ROLE.pem --peer-key {where}/ROLE.key\n"
@@ -43,4 +47,5 @@ def parser() -> argparse.ArgumentParser:
         help="a name or address that roles are reached by, beside loopback; may be repeated",
     )
     parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they hold (default: 365)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

@@ -46,8 +46,8 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay completion",
-        description="Prints a script by which a shell completes kvrelay's commands. For bash: kvrelay completion bash > "
-        "~/.local/share/bash-completion/completions/kvrelay; for zsh: kvrelay completion zsh > _kvrelay, somewhere "
+        description="Prints a script by which a shell completes kvrelay's commands. For bash: kvrelay completion bash "
+        "> ~/.local/share/bash-completion/completions/kvrelay; for zsh: kvrelay completion zsh > _kvrelay, somewhere "
         "in $fpath.",
         allow_abbrev=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import sys
@@ -24,12 +25,15 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     expires = datetime.now(UTC) + timedelta(seconds=options.expires_in) if options.expires_in else None
     key, line = new_key(options.tenant, options.id or secrets.token_hex(4), options.scopes, expires, options.max_open)
-    if options.file is None:
+    if options.file is not None:
+        _append(options.file, line)
+    if options.json:
+        sys.stdout.write(json.dumps({"key": key, "line": line}) + "\n")
+    elif options.file is not None:
+        sys.stdout.write(f"{key}\n")
+    else:
         sys.stderr.write("# The line for --api-keys-file, then the key, which is shown this once:\n")
         sys.stdout.write(f"{line}\n{key}\n")
-    else:
-        _append(options.file, line)
-        sys.stdout.write(f"{key}\n")
     return 0
 
 
@@ -55,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the coordinators' --api-keys-file: the line is added to it, not printed",
     )
+    new.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 

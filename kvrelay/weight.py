@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from kvrelay.client_command import address_argument, run, write
@@ -16,16 +17,20 @@ from kvrelay.rpc.nodes import NodeClient
 def main(argv: Sequence[str]) -> int:
     """Returns once the node has its new weight; 1 with one line on stderr when it could not be told."""
     options = parser().parse_args(argv)
-    return run("weight", options.node, lambda: _set_weight(options.node, options.weight))
+    return run("weight", options.node, lambda: _set_weight(options))
 
 
-async def _set_weight(address: str, weight: float) -> None:
+async def _set_weight(options: argparse.Namespace) -> None:
+    address = options.node
     async with open_channel(address, tls=peer_tls_of()) as channel:
         try:
-            weight = await NodeClient(channel).set_weight(weight)
+            weight = await NodeClient(channel).set_weight(options.weight)
         except UnavailableError as error:
             raise UnavailableError(f"no node answers at {address}; `kvrelay status` shows where they are") from error
-    write(f"{address} has weight {weight:g}{'' if weight else ': it takes nothing new'}\n")
+    if options.json:
+        write(json.dumps({"address": address, "weight": weight}) + "\n")
+    else:
+        write(f"{address} has weight {weight:g}{'' if weight else ': it takes nothing new'}\n")
 
 
 def _weight_argument(text: str) -> float:
@@ -52,4 +57,5 @@ def parser() -> argparse.ArgumentParser:
         metavar="VALUE",
         help="0 to 100; a node starts with its --weight, 1; 0: nothing new",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

@@ -11,14 +11,21 @@ from kvrelay.errors import CancelledError
 from tests.support.coordinator_ends import ends
 
 
-async def test_a_running_request_ends_and_its_caller_hears_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [([], "cancelled mine\n"), (["--json"], '{"request_id": "mine", "state": "cancelled"}\n')],
+    ids=["text", "json"],
+)
+async def test_a_running_request_ends_and_its_caller_hears_of_it(
+    flags: list[str], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with ends() as cluster:
         cluster.decode[0].at["token"].hold()
         asking = asyncio.create_task(cluster.ask(request_id="mine"))
         await cluster.until_status(lambda status: status.num_running == 1)
 
-        assert await asyncio.to_thread(cancel.main, ["mine", "--address", cluster.address]) == 0
-        assert capsys.readouterr() == ("cancelled mine\n", "")
+        assert await asyncio.to_thread(cancel.main, ["mine", *flags, "--address", cluster.address]) == 0
+        assert capsys.readouterr() == (printed, "")
         with pytest.raises(CancelledError, match="the request was cancelled"):
             await asking
 

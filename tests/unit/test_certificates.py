@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address, IPv6Address
@@ -32,6 +33,11 @@ def test_each_role_and_the_clients_port_has_one_that_the_ca_signed(tmp_path: Pat
         addresses = [IPv4Address("127.0.0.1"), IPv6Address("::1"), IPv4Address("10.0.0.7")]
         assert names.get_values_for_type(x509.IPAddress) == addresses
         assert timedelta(days=29) < one.not_valid_after_utc - datetime.now(UTC) < timedelta(days=31)
+
+
+def test_what_was_made_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert certs.main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"directory": str(tmp_path), "names": NAMES}
 
 
 def test_only_roles_have_one_to_dial_with(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def test_a_key_and_its_line_are_printed_once(capsys: pytest.CaptureFixture[str])
     identity = parse_keys(line.encode()).identify(key, 0.0)
     assert (identity.tenant.name, identity.name, identity.limits.max_open) == ("acme", "one", 3)
     assert identity.scopes == {Scope.INFER, Scope.ADMIN}
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    assert keys.main(["new", "--tenant", "acme", "--id", "one", "--json", "--file", str(file)]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["line"] in file.read_text()
+    assert parse_keys(file.read_bytes()).identify(made["key"], 0.0).name == "one"
 
 
 def test_a_key_that_ends_ends(capsys: pytest.CaptureFixture[str]) -> None:

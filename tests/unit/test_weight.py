@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -30,8 +31,10 @@ async def test_a_weight_reaches_every_coordinator_and_0_keeps_new_requests_away(
             with pytest.raises(UnavailableError, match="every decode-node that is ready has weight 0"):
                 await one.ask()
         capsys.readouterr()
-        assert await asyncio.to_thread(weight.main, [cordoned.address, "2.5"]) == 0
-        assert capsys.readouterr() == (f"{cordoned.address} has weight 2.5\n", "")
+        assert await asyncio.to_thread(weight.main, [cordoned.address, "2"]) == 0
+        assert capsys.readouterr() == (f"{cordoned.address} has weight 2\n", "")
+        assert await asyncio.to_thread(weight.main, [cordoned.address, "2.5", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"address": cordoned.address, "weight": 2.5}
         for one in coordinators:
             await one.until_status(lambda status: status.ready)
             assert (await one.ask()).finished.decode_node == cordoned.address
