@@ -79,14 +79,18 @@ class WebTokens:
 
 
 def parse_key_set(text: bytes, claims: Claims) -> WebTokens:
-    """Of a JWKS file's bytes. Raises ConfigError."""
+    """Of a JWKS file's bytes. Issuers such as Keycloak list keys for encryption too, which are left out.
+
+    Raises ConfigError.
+    """
     try:
         listed = json.loads(text)["keys"]
-        keys = {str(one.get("kid", index)): _public_key(one) for index, one in enumerate(listed)}
+        signing = [one for one in listed if one.get("use", "sig") == "sig"]
+        keys = {str(one.get("kid", index)): _public_key(one) for index, one in enumerate(signing)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
         raise ConfigError(f'the JWKS file is not {{"keys": [...]}} of public keys: {error}') from error
     if not keys:
-        raise ConfigError("the JWKS file holds no key")
+        raise ConfigError("the JWKS file holds no key for signatures")
     return WebTokens(keys, claims)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.demo import demo_model_path
 
@@ -21,7 +21,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("kvrelay", deadline=None)  # a busy machine is slow; pytest's timeout bounds what hangs
+# A busy machine is slow, and slow to draw; pytest's timeout bounds what hangs.
+settings.register_profile("kvrelay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvrelay")
 
 

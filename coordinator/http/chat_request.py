@@ -49,13 +49,7 @@ class ChatRequest(ChoicesFields):
 
     def tool_use(self, form: ToolFormat) -> ToolUse:
         """Raises FieldError."""
-        use = tool_use(self.tools, self.tool_choice, form, parallel=self.parallel_tool_calls is not False)
-        if use.structure is not None and self.structure() is not None:
-            raise FieldError(
-                "tool_choice asks for a call, and the answer is to be held to something else too; choose one",
-                "tool_choice",
-            )
-        return use
+        return tool_use(self.tools, self.tool_choice, form, parallel=self.parallel_tool_calls is not False)
 
     def prompt(self, tools: str = "") -> ChatPrompt:
         """`tools` is what the model is told of them. Raises FieldError."""

@@ -132,6 +132,7 @@ async def test_what_came_of_each_load_is_counted(
     cluster: ProxiedCluster, client: AsyncClient, reference: ReferenceEngine
 ) -> None:
     await fill_store(cluster, client, reference)
+    await wait_until_quiet(client, NUM_NODES)  # a job ends after its load, and maybe after its answer
     prefill = cluster.prefill[0]
     before = prefill.metric(OUTCOMES)
     await ask_all(client, reference)

@@ -97,10 +97,10 @@ async def test_a_reservation_that_comes_too_late_for_its_caller_is_given_back_at
             return given
 
         monkeypatch.setattr(harness.node, "reserve", grant_late)
-        with pytest.raises(DeadlineError):
-            await harness.client.reserve(REQUEST, 30, timeout_s=1.0)
-        async with asyncio.timeout(30.0):
-            await granted.wait()
+        async with asyncio.timeout(60.0):
+            while not granted.is_set():  # a call may also end before the node has heard of it
+                with pytest.raises(DeadlineError):
+                    await harness.client.reserve(REQUEST, 30, timeout_s=1.0)
         await harness.all_free()
 
 

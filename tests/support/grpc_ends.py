@@ -47,6 +47,7 @@ class Proxy:
         self._target_port = target_port
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cut = False
+        self._is_closed = False
         self.port = 0
 
     def cut(self) -> None:
@@ -60,23 +61,39 @@ class Proxy:
             yield self
         finally:
             server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._is_closed = True
+            while self._tasks:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(self._tasks)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._is_closed:  # it was being accepted meanwhile
+            writer.transport.abort()
+            return
+        self._tasks.add(task)
+        try:
+            with suppress(ConnectionError, asyncio.CancelledError):
+                await self._relay(reader, writer)
+        finally:
+            writer.transport.abort()
+            self._tasks.discard(task)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._tasks.add(asyncio.create_task(self._forward(source, sink)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._forward(reader, far_writer))
+                group.create_task(self._forward(far_reader, writer))
+        finally:
+            far_writer.transport.abort()
 
     async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            with suppress(ConnectionError):
-                while data := await source.read(65_536):
-                    if not self._is_cut:
-                        sink.write(data)
-                        await sink.drain()
-        finally:
-            sink.close()
-            with suppress(ConnectionError):
-                await sink.wait_closed()
+        with suppress(ConnectionError):
+            while data := await source.read(65_536):
+                if not self._is_cut:
+                    sink.write(data)
+                    await sink.drain()
+        sink.close()

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -90,6 +91,21 @@ async def until(happened: Callable[[], bool], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not happened():
             await asyncio.sleep(0.005)
+
+
+Skip: TypeAlias = Callable[[float], None]
+
+
+@pytest.fixture
+def skip(monkeypatch: pytest.MonkeyPatch) -> Skip:
+    """Moves the event loop's clock on by seconds, as if nothing had happened for so long."""
+
+    def skip(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
+
+    return skip
 
 
 @pytest.fixture
@@ -181,7 +197,7 @@ async def test_blocks_leave_as_their_chunks_end(handoff: Handoff) -> None:
     ],
 )
 async def test_at_most_two_messages_are_unanswered_on_a_fast_link(
-    handoff: Handoff, num_layers: int, window: tuple[tuple[int, ...], ...]
+    handoff: Handoff, skip: Skip, num_layers: int, window: tuple[tuple[int, ...], ...]
 ) -> None:
     """Slabs of 1/2, 3/4, 1, 2 and 5 MiB. A receiver that does not answer holds the memory of the sender at two
     messages, however long the prompt; and each message is of about 1 MiB, also where a block is longer."""
@@ -190,8 +206,12 @@ async def test_at_most_two_messages_are_unanswered_on_a_fast_link(
     handoff.receiver.may_acknowledge.clear()
     handoff.admit(1_000)
     handoff.compute(1_000, TOKEN)
-    with pytest.raises(UnavailableError, match=r"decode node .*: no progress on the KV stream for 1 s"):
-        await handoff.send(1_000, stall_s=1.0)
+    sending = asyncio.create_task(handoff.send(1_000, stall_s=30.0))
+    await until(lambda: len(handoff.reads) == len(window))
+    await asyncio.wait([sending], timeout=0.1)
+    skip(60.0)
+    with pytest.raises(UnavailableError, match=r"decode node .*: no progress on the KV stream for 30 s"):
+        await sending
     assert tuple(handoff.reads) == window
     assert handoff.turns.pace.in_flight_bytes == 0, "the link has back what the handoff held"
 
@@ -334,12 +354,15 @@ async def test_one_answer_that_does_not_come_ends_it_while_the_prompt_still_comp
             await handoff.send(100, stall_s=0.2)
 
 
-async def test_a_prompt_that_is_slow_to_compute_is_no_stall(handoff: Handoff) -> None:
+async def test_a_prompt_that_is_slow_to_compute_is_no_stall(handoff: Handoff, skip: Skip) -> None:
+    handoff.turns = turns = known_link(handoff.model.layout.slab_bytes)
     handoff.admit(32)
     handoff.compute(16)
-    sending = asyncio.create_task(handoff.send(32, stall_s=0.5))
+    sending = asyncio.create_task(handoff.send(32, stall_s=30.0))
     await handoff.receiver.wait_for_blocks(1)
-    await asyncio.wait([sending], timeout=1.0)  # twice as long as any answer may take
+    await until(lambda: turns.pace.in_flight_bytes == 0)  # it is answered
+    skip(60.0)  # twice as long as any answer may take
+    await asyncio.wait([sending], timeout=0.01)
     assert not sending.done()
     handoff.compute(32, TOKEN)
     assert (await sending).num_bytes == 2 * handoff.model.layout.slab_bytes
