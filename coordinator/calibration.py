@@ -43,6 +43,8 @@ OnCame = Callable[[str, float, float], None]  # "ttft" or "itl", what was foreca
 
 
 class Calibration:
+    """Of one model's requests. It grows by no request: a line is a few sums."""
+
     def __init__(self, on_came: OnCame = lambda what, forecast_s, came_s: None) -> None:
         self.on_came = on_came
         self._lines = {way: Line(slope=1.0, spread=SPREAD_S2) for way in Way}

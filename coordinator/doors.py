@@ -13,7 +13,7 @@ from coordinator.text import MAX_CHARS
 from kvrelay.errors import PermissionDeniedError, UnauthenticatedError
 from kvrelay.rpc.call_limits import CallLimits
 from kvrelay.rpc.health import SERVICE_NAME as HEALTH
-from kvrelay.rpc.server import Guard, Metadata
+from kvrelay.rpc.interceptor import Guard, Metadata
 
 CREDENTIAL_KEY = "authorization"
 _INFERENCE = ("/kvrelay.pb.Inference/", "/vllm.grpc.engine.VllmEngine/")
@@ -23,23 +23,23 @@ _JOIN = "/kvrelay.pb.Cluster/Join"
 # A text has at most MAX_CHARS characters, of at most 4 bytes each in UTF-8; beside it there is little.
 _MAX_PROMPT_BYTES = 4 * MAX_CHARS + 2**20
 _SMALL = CallLimits(max_bytes=64 * 2**10, max_s=30.0)
+_ASKING = CallLimits(_MAX_PROMPT_BYTES)  # its time is bounded by request_timeout_s
+_TOKENIZING = CallLimits(_MAX_PROMPT_BYTES, max_s=60.0)
 _LIMITS = {
-    "/kvrelay.pb.Inference/Generate": CallLimits(_MAX_PROMPT_BYTES),  # its time is bounded by request_timeout_s
-    "/kvrelay.pb.Inference/Tokenize": CallLimits(_MAX_PROMPT_BYTES, max_s=60.0),
-    "/kvrelay.pb.Inference/Detokenize": CallLimits(_MAX_PROMPT_BYTES, max_s=60.0),
-    "/kvrelay.pb.Inference/GetModel": _SMALL,
-    "/kvrelay.pb.Inference/ListModels": _SMALL,
-    "/kvrelay.pb.Inference/Cancel": _SMALL,
-    "/kvrelay.pb.Inference/Explain": _SMALL,
+    "/kvrelay.pb.Inference/Generate": _ASKING,
+    "/kvrelay.pb.Inference/Tokenize": _TOKENIZING,
+    "/kvrelay.pb.Inference/Detokenize": _TOKENIZING,
+    "/vllm.grpc.engine.VllmEngine/Generate": _ASKING,
+    "/vllm.grpc.engine.VllmEngine/GetTokenizer": CallLimits(_SMALL.max_bytes, max_s=60.0),  # it is made at first
     "/kvrelay.pb.Cluster/GetStatus": _SMALL,
     _JOIN: CallLimits(),
 }
-_OTHERS = CallLimits(_MAX_PROMPT_BYTES)
+_OTHERS = CallLimits(_MAX_PROMPT_BYTES)  # health is watched for as long as a caller likes
 
 
 def limits_of_clients(method: str) -> CallLimits:
     """Of a call at the clients' port."""
-    return _LIMITS.get(method, _OTHERS)
+    return _LIMITS.get(method, _SMALL if method.startswith(_INFERENCE) else _OTHERS)
 
 
 def guard_of_clients(authenticator: Authenticator, *, nodes_join_here: bool) -> Guard:

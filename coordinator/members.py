@@ -106,7 +106,7 @@ class Members:
         # How fast it is and how much it has to compute changes with every step, and makes no room.
         was = member.status
         told = replace(
-            *(status,),
+            status,
             rates=was.rates,
             num_waiting_tokens=was.num_waiting_tokens,
             step_tokens=was.step_tokens,

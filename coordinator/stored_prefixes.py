@@ -20,6 +20,8 @@ _MAX_TENANTS = 1_000  # whose chances are remembered
 
 
 class _Share:
+    """Tokens of one tenant, the later ones counted more: those that may have been stored, and those that came."""
+
     __slots__ = ("came", "expected")
 
     def __init__(self) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 OLDEST_SHARE = 0.25  # of each step, for the oldest prompt
-SHORT_SHARE = (
-    1.0 - OLDEST_SHARE
-)  # of a step: a prompt of no more is short, and there are as many places again for those
+# Of a step: a prompt of no more is short, and there are as many places again for those.
+SHORT_SHARE = 1.0 - OLDEST_SHARE
 
 
 class WaitingPrompts:
@@ -25,10 +24,8 @@ class WaitingPrompts:
         self._oldest = num_tokens[0] if num_tokens else 0.0
         self._sorted = sorted(num_tokens)
         self._sums = list(accumulate(self._sorted, initial=0.0))
-        self._answered = (
-            (0.0, 0, 0),
-            0.0,
-        )  # what `before` was asked last, and said: each node is looked at several times
+        # What `before` was asked last, and said: each node is looked at several times for one prompt.
+        self._answered = ((0.0, 0, 0), 0.0)
 
     def before(self, num_tokens: float, step_tokens: int, max_prefills: int) -> float:
         """Tokens that are computed before the last of `num_tokens` new ones, besides them, where a step has at most

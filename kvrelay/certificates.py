@@ -22,9 +22,21 @@ from kvrelay.types import Role
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DOOR = "door"  # of the clients' port
-CA_DAYS = 3_650
+CA_DAYS = 3_650  # and of a certificate at most
 _SLACK = timedelta(minutes=5)  # for clocks that are behind
 _BOTH_ENDS = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+# A CA without it is refused by strict verification (RFC 5280, section 4.2.1.3), which is Python's own from 3.13 on.
+_USE_OF_CA = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 _USES = {**{role.value: _BOTH_ENDS for role in Role}, DOOR: (ExtendedKeyUsageOID.SERVER_AUTH,)}
 
 
@@ -32,8 +44,11 @@ def make_certificates(directory: Path, hosts: Sequence[str] = (), days: int = 36
     """Writes ca.pem, and NAME.pem and NAME.key for each role and the clients' port; the names. Certificates are for
     loopback and `hosts`. A CA that is there signs them; else a new one is made.
 
-    Raises ConfigError for a directory that cannot be used, or a CA in it that cannot.
+    Raises ConfigError for `days` out of range, a host that is none, a directory that cannot be used, or a CA in it that
+    cannot.
     """
+    if not 1 <= days <= CA_DAYS:
+        raise ConfigError(f"days is {days}; allowed is 1 to {CA_DAYS}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / "ca.key").exists():
@@ -58,6 +73,7 @@ def _make_ca(directory: Path) -> None:
         .issuer_name(name)
         .public_key(key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_USE_OF_CA, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -100,7 +116,10 @@ def _host_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    if not host or not host.isascii():
+        raise ConfigError(f"a host is {host!r}; allowed is an address, or a name in ASCII (xn--... for others)")
+    return x509.DNSName(host)
 
 
 def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:

@@ -8,15 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrelay.certificates import make_certificates
-from kvrelay.errors import ConfigError
+from kvrelay.certificates import CA_DAYS, make_certificates
 
 
 def main(argv: Sequence[str]) -> int:
     """Raises ConfigError."""
     options = parser().parse_args(argv)
-    if options.days < 1:
-        raise ConfigError(f"--days is {options.days}; allowed is at least 1")
     names = make_certificates(options.directory, options.host, options.days)
     where = options.directory
     if options.json:
@@ -46,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST",
         help="a name or address that roles are reached by, beside loopback; may be repeated",
     )
-    parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they hold (default: 365)")
+    parser.add_argument(
+        "--days", type=int, default=365, metavar="N", help=f"how long they hold (default: 365, at most: {CA_DAYS})"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

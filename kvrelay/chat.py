@@ -41,7 +41,8 @@ class Conversation:
 
 
 class Chat:
-    """Turns read from `lines`, each answered as it streams. `num_failed` counts those that were not."""
+    """Turns, each answered as it streams; text streams unless `options` ask for JSON. `num_failed` counts turns that
+    had no answer."""
 
     def __init__(self, client: Client, options: argparse.Namespace, sampling: SamplingParams) -> None:
         self._client = client

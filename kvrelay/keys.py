@@ -13,7 +13,7 @@ from pathlib import Path
 
 from coordinator.api_keys import new_key, parse_keys
 from coordinator.identity import Scope
-from kvrelay.duration import duration_argument
+from kvrelay.duration import MAX_TTL_S, duration_argument
 from kvrelay.errors import ConfigError
 
 _MODE = 0o600  # whoever may write to the file may let anyone in
@@ -23,7 +23,8 @@ _SCOPES = ", ".join(scope.value for scope in Scope)
 def main(argv: Sequence[str]) -> int:
     """Raises ConfigError."""
     options = parser().parse_args(argv)
-    expires = datetime.now(UTC) + timedelta(seconds=options.expires_in) if options.expires_in else None
+    lasts_s = options.expires_in
+    expires = None if lasts_s is None else datetime.now(UTC) + timedelta(seconds=lasts_s)
     key, line = new_key(options.tenant, options.id or secrets.token_hex(4), options.scopes, expires, options.max_open)
     if options.file is not None:
         _append(options.file, line)
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--tenant", required=True, metavar="NAME", help="whose requests it makes them")
     new.add_argument("--id", default="", metavar="ID", help="what logs call the key (default: eight random digits)")
     new.add_argument("--scopes", type=_scopes_argument, default="infer", metavar="SCOPE,...", help=_scopes_help())
-    new.add_argument("--expires-in", type=duration_argument, metavar="TIME", help="such as 90d (default: never)")
+    new.add_argument("--expires-in", type=_lasts_argument, metavar="TIME", help="such as 90d (default: never)")
     new.add_argument(
         "--max-open", type=int, default=0, metavar="N", help="answers it may have waiting or computed (default: any)"
     )
@@ -72,6 +73,13 @@ def _scopes_argument(text: str) -> frozenset[Scope]:
         return frozenset(Scope(one.strip()) for one in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed are {_SCOPES}, or both with a comma between") from error
+
+
+def _lasts_argument(text: str) -> float:
+    seconds = duration_argument(text)
+    if not 1.0 <= seconds <= MAX_TTL_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is out of range; 1s to 3650d are allowed")
+    return seconds
 
 
 def _append(path: Path, line: str) -> None:

@@ -29,7 +29,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """For another answer, from the same place on."""
-        return Matcher(self._raw.deep_copy())
+        return Matcher(self._raw.deep_copy(), self._clock)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes the answer's next tokens. A token that may not stand there is told by `mask`."""

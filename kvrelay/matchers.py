@@ -24,15 +24,20 @@ NUM_THREADS = 2
 STACK_BYTES = 256 * 2**20
 MAX_WAITING = 64  # in the threads or waiting for one; more are turned away
 COMPILE_LIMIT_S = 4.0  # of one; what is allowed by its size takes less than half of that on a slow core
+WAIT_LIMIT_S = 4.0  # for a thread
 RETRY_S = 1.0
 
 
 class Matchers:
     """Belongs to the event loop."""
 
-    def __init__(self, grammars: Grammars, *, limit_s: float = COMPILE_LIMIT_S) -> None:
+    def __init__(
+        self, grammars: Grammars, *, limit_s: float = COMPILE_LIMIT_S, wait_limit_s: float = WAIT_LIMIT_S
+    ) -> None:
+        """One may be compiled for `limit_s`, after it has waited for a thread for `wait_limit_s` at most."""
         self._grammars = grammars
         self._limit_s = limit_s
+        self._wait_limit_s = wait_limit_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._num_waiting = 0
 
@@ -44,23 +49,26 @@ class Matchers:
         """For an answer that has `token_ids` already.
 
         Raises InvalidRequestError with the reason when it cannot be compiled, or not within the limit; OverloadedError
-        if others take all threads for as long, or too many wait.
+        if others take all threads for too long, or too many wait.
         """
         if self._num_waiting >= MAX_WAITING:
             raise _overloaded()
-        began = threading.Event()
+        loop, began = asyncio.get_running_loop(), asyncio.Event()
 
         def run() -> Matcher:
-            began.set()
+            loop.call_soon_threadsafe(began.set)
             return self._grammars.matcher(structured, token_ids)
 
         self._num_waiting += 1
         with _deep_stacks():  # which may begin a thread
-            made = asyncio.get_running_loop().run_in_executor(self._threads, run)
+            compiling = self._threads.submit(run)
+        made = asyncio.wrap_future(compiling)
         made.add_done_callback(self._done)
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await asyncio.shield(made)  # a thread cannot be called back
+            async with asyncio.timeout(self._wait_limit_s) as limit:
+                await began.wait()
+                limit.reschedule(loop.time() + self._limit_s)
+                return await asyncio.shield(made)
         except TimeoutError as error:
             if not began.is_set():
                 raise _overloaded() from error
@@ -68,8 +76,7 @@ class Matchers:
                 f"{structured.kind} is refused: it takes more than {self._limit_s:g} s to compile; simplify it"
             ) from error
         finally:
-            if not began.is_set():
-                made.cancel()
+            compiling.cancel()  # does nothing to one that a thread has begun
 
     def _done(self, made: asyncio.Future[Matcher]) -> None:
         """Also of one that nobody waits for any more: a thread that works on it is no free one."""

@@ -78,20 +78,17 @@ def plan(
     """The processes of a cluster of this shape, the coordinators first. `models` are by the name that clients ask for,
     which is empty for a single one that goes by its file's."""
     common = _flags_by_role(options, models, locks)
-    roles = [
-        _planned(options, role, index, count, len(models), [*common[role], *_flags_of_one(role, index, data_dir)])
-        for role, count in ((Role.COORDINATOR, options.coordinators), (Role.KVSTORE, num_kvstores(options)))
-        for index in range(count)
-    ]
+    roles = []
+    for role, count in ((Role.COORDINATOR, options.coordinators), (Role.KVSTORE, num_kvstores(options))):
+        for index in range(count):
+            own = [*common[role], *_flags_of_one(role, index, data_dir)]
+            roles.append(_planned(options, role, index, count, len(models), own))
     for role, num_each in ((Role.PREFILL_NODE, options.prefill), (Role.DECODE_NODE, options.decode)):
         of_each = [item for item in models.items() for _ in range(num_each)]
-        roles += [
-            _planned(
-                *(options, role, index, len(of_each), len(models), [*_naming(name, path), *common[role]]),
-                model=name if len(models) > 1 else "",
-            )
-            for index, (name, path) in enumerate(of_each)
-        ]
+        for index, (name, path) in enumerate(of_each):
+            own = [*_naming(name, path), *common[role]]
+            model = name if len(models) > 1 else ""
+            roles.append(_planned(options, role, index, len(of_each), len(models), own, model))
     return roles
 
 

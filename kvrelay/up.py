@@ -110,7 +110,8 @@ def run(options: argparse.Namespace, *, command: Sequence[str] = (sys.executable
     draft = plan(options, {name: path or Path() for name, path in given.items()}, data_dir, unmade)
     check_settings(draft)
     check_ports(draft)
-    models = {name: find_model(path, say) for name, path in given.items()}
+    flag = "--models" if options.models else "--model"
+    models = {name: find_model(path, say, flag) for name, path in given.items()}
     # Not before the ports are known to be free: a cluster that has them has these files, too.
     locks = lock(key_directory, options.host) if options.secure else None
     roles = plan(options, models, data_dir, locks)
@@ -143,11 +144,12 @@ def models_of(options: argparse.Namespace) -> dict[str, Path | None]:
     return {**models}
 
 
-def find_model(path: Path | None, say: Say) -> Path:
+def find_model(path: Path | None, say: Say, flag: str = "--model") -> Path:
+    """`flag` is the one that names `path`; None: the demo model. Raises ConfigError."""
     if path is None:
         return fetch(say=say)
     if not path.exists():
-        raise ConfigError(f"--model {path} does not exist; give a GGUF file or a Hugging Face directory")
+        raise ConfigError(f"{flag} {path} does not exist; give a GGUF file or a Hugging Face directory")
     return path.resolve()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -44,9 +43,7 @@ class Generating:
         num_logprobs = wanted.num_logprobs()
         served = self._door.models.find(wanted.model or "")
         use = wanted.tool_use(served.text.tokenizer.tool_format)
-        sampling = wanted.sampling(wanted.most_tokens(), num_logprobs)
-        if use.structure is not None:
-            sampling = replace(sampling, structured=use.structure)
+        sampling = use.hold(wanted.sampling(wanted.most_tokens(), num_logprobs))
         asked = [wanted.to_request(wanted.prompt(use.offered), sampling, request_id)]
         shape = ChatShape(_writer(served, wanted) if wanted.logprobs else None, use.make_reader)
         head = _head(served, wanted, f"chatcmpl-{request_id}")
@@ -77,9 +74,7 @@ class Generating:
         request_id = request_id_of(request, wanted.request_id)
         served = self._door.models.find(wanted.model or "")
         use = wanted.tool_use(served.text.tokenizer.tool_format)
-        sampling = wanted.sampling(wanted.max_output_tokens, wanted.num_logprobs())
-        if use.structure is not None:
-            sampling = replace(sampling, structured=use.structure)
+        sampling = use.hold(wanted.sampling(wanted.max_output_tokens, wanted.num_logprobs()))
         asked = [wanted.to_request(wanted.prompt(use.offered), sampling, request_id)]
         body = _response_body(wanted, served.name, f"resp_{request_id}")
         writer = None if sampling.logprobs is None else _writer(served, wanted)

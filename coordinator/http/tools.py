@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from coordinator.http.errors import FieldError
 from coordinator.http.refused import shown
 from coordinator.http.structure import of_schema
 from coordinator.http.tool_calls import ArgumentsReader, JsonReader, MakeReader, PlainReader, reader_of
+from kvrelay.sampling import SamplingParams
 from kvrelay.structured import StructuredOutput
 from kvrelay.tool_prompt import ToolFormat
 
@@ -51,6 +52,18 @@ class ToolUse:
     offered: str
     structure: StructuredOutput | None
     make_reader: MakeReader
+
+    def hold(self, sampling: SamplingParams) -> SamplingParams:
+        """As `sampling`, with the answer held to the call that is asked for. Raises FieldError where it is to be held
+        to something else too."""
+        if self.structure is None:
+            return sampling
+        if sampling.structured is not None:
+            raise FieldError(
+                "tool_choice asks for a call, and the answer is to be held to something else too; choose one",
+                "tool_choice",
+            )
+        return replace(sampling, structured=self.structure)
 
 
 NO_TOOLS = ToolUse("", None, PlainReader)

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from coordinator.api_keys import new_key
+from coordinator.doors import limits_of_clients
 from coordinator.identity import Scope
 from kvrelay.certificates import make_certificates
 from kvrelay.client import AsyncClient
@@ -42,6 +43,7 @@ REFLECTION = (
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
 )
+CLIENTS_SERVICES = ("/kvrelay.pb.Inference/", "/vllm.grpc.engine.VllmEngine/", "/kvrelay.pb.Cluster/GetStatus")
 PEER_FILES = {"ca": "ca.pem", "cert": "coordinator.pem", "key": "coordinator.key"}
 
 
@@ -99,6 +101,16 @@ async def test_nobody_unknown_is_answered(keys: Keys, header: str | None) -> Non
         answers = {path: await refusal(channel, path, *metadata) for path in paths}
     assert answers.pop("/kvrelay.pb.Cluster/Join") is PermissionDeniedError
     assert set(answers.values()) == {UnauthenticatedError}
+
+
+def test_every_call_that_serves_clients_is_bounded_in_bytes_and_time() -> None:
+    """Answers in time by a setting."""
+    served = [path for path in EVERY_METHOD if path.startswith(CLIENTS_SERVICES)]
+    unbounded = {path for path in served if not limits_of_clients(path).max_s}
+    assert unbounded == {"/kvrelay.pb.Inference/Generate", "/vllm.grpc.engine.VllmEngine/Generate"}
+    large = {path.rpartition("/")[2] for path in served if limits_of_clients(path).max_bytes > 65_536}
+    assert large == {"Generate", "Tokenize", "Detokenize"}
+    assert all(limits_of_clients(path).max_bytes for path in served)
 
 
 async def test_health_answers_everyone(keys: Keys) -> None:

@@ -103,6 +103,9 @@ async def test_a_function_is_called_and_its_result_goes_back() -> None:
         assert "<tool_response>\na cat\n</tool_response>" in prompt
 
 
+CALLED = {"tools": [LOOK], "tool_choice": "required"}
+
+
 async def test_what_a_response_cannot_be_is_refused_by_name() -> None:
     async with http_ends() as ends:
         for fields, param in (
@@ -116,6 +119,8 @@ async def test_what_a_response_cannot_be_is_refused_by_name() -> None:
             ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"text": {"verbosity": "high"}}, "text.verbosity"),
+            ({**CALLED, "text": {"format": {"type": "json_object"}}}, "tool_choice"),
+            ({**CALLED, "guided_regex": "a+"}, "tool_choice"),
             ({"top_logprobs": 2}, "top_logprobs"),
             ({"max_output_tokens": 0}, None),
         ):

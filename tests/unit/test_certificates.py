@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import stat
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address, IPv6Address
@@ -79,5 +80,35 @@ def test_the_command_says_what_goes_where(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert f"--peer-ca {tmp_path}/ca.pem --peer-cert {tmp_path}/ROLE.pem" in said
     assert f"--tls-cert {tmp_path}/door.pem" in said
-    with pytest.raises(ConfigError, match="--days is 0"):
-        certs.main([str(tmp_path), "--days", "0"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--days", "0"), "days is 0; allowed is 1 to 3650"),
+        (("--days", "3651"), "days is 3651; allowed is 1 to 3650"),
+        (("--host", ""), "a host is ''"),
+        (("--host", "nöde"), "a host is 'nöde'"),
+    ],
+)
+def test_what_no_certificate_could_say_is_refused(flags: tuple[str, str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        certs.main([str(tmp_path), *flags])
+
+
+@pytest.mark.parametrize("name", ["door", "decode-node"])
+def test_they_pass_a_strict_client(name: str, tmp_path: Path) -> None:
+    """As Python's own from 3.13 on, and what is built upon it."""
+    make_certificates(tmp_path)
+    strict = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    strict.verify_flags |= ssl.VERIFY_X509_STRICT
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(tmp_path / f"{name}.pem", tmp_path / f"{name}.key")
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = strict.wrap_bio(to_client, to_server, server_hostname="localhost")
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server):
+        with pytest.raises(ssl.SSLWantReadError):
+            end.do_handshake()
+    client.do_handshake()
+    server.do_handshake()

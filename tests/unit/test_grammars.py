@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from kvrelay.errors import InvalidRequestError, ModelFileError, OverloadedError, StructureError
 from kvrelay.grammars import Grammars
 from kvrelay.matcher import Matcher
-from kvrelay.matchers import Matchers, make_matchers
+from kvrelay.matchers import NUM_THREADS, Matchers, make_matchers
 from kvrelay.structured import StructuredOutput, StructureKind
 from tests.support.byte_tokenizer import EOS_TOKEN_ID
 from tests.support.held_answers import allowed, byte_grammars, byte_tokenizer, ids, regex, schema
@@ -179,6 +179,7 @@ def test_an_answer_may_not_take_an_engines_time_without_end() -> None:
     matcher.mask()
     matcher.advance(ids("a") * 100)  # takes as long again, and gives as much
     matcher.mask()
+    matcher.copy().mask()  # has the same clock, and the time that one has at first
     matcher.mask()
     with pytest.raises(StructureError, match="finding out what may follow takes too long"):
         matcher.mask()
@@ -191,25 +192,49 @@ def test_a_vocabulary_without_an_end_can_hold_no_answer(caplog: pytest.LogCaptur
     assert "no answer can be held to a schema or a grammar" in caplog.text
 
 
+BOUND_S = 60.0  # of what comes at once
+
+
 class SlowGrammars(Grammars):
     """Compiles nothing before it is let go."""
 
     def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
 
     def matcher(self, structured: StructuredOutput, token_ids: object = ()) -> Matcher:
-        self.let_go.wait()
+        self.begun.release()
+        self.let_go.wait(BOUND_S)
         raise InvalidRequestError("let go")
 
 
-async def test_what_takes_too_long_is_refused_and_who_finds_no_thread_may_come_again() -> None:
+async def test_what_takes_too_long_to_compile_is_refused() -> None:
     grammars = SlowGrammars()
-    matchers = Matchers(grammars, limit_s=0.2)
+    matchers = Matchers(grammars, limit_s=0.05, wait_limit_s=BOUND_S)
     try:
-        results = await asyncio.gather(*(matchers.make(regex("a")) for _ in range(3)), return_exceptions=True)
-        slow = "regex is refused: it takes more than 0.2 s to compile; simplify it"
-        assert [str(result) for result in results[:2]] == [slow, slow]
-        assert isinstance(results[2], OverloadedError)
+        with pytest.raises(
+            InvalidRequestError, match=r"^regex is refused: it takes more than 0.05 s to compile; simpl"
+        ):
+            await matchers.make(regex("a"))
+    finally:
+        grammars.let_go.set()
+        matchers.close()
+
+
+async def test_who_finds_no_thread_may_come_again_and_delays_nobody() -> None:
+    grammars = SlowGrammars()
+    matchers = Matchers(grammars, limit_s=BOUND_S, wait_limit_s=BOUND_S)
+    try:
+        compiling = [asyncio.create_task(matchers.make(regex("a"))) for _ in range(NUM_THREADS)]
+        for _ in compiling:
+            assert await asyncio.to_thread(grammars.begun.acquire, timeout=BOUND_S)
+        matchers._wait_limit_s = 0.05  # from now on: those before it may begin late on a busy machine
+        with pytest.raises(OverloadedError):
+            await matchers.make(regex("a"))
+        grammars.let_go.set()
+        results = await asyncio.gather(*compiling, return_exceptions=True)
+        assert [str(result) for result in results] == ["let go"] * NUM_THREADS
+        assert not grammars.begun.acquire(blocking=False)
     finally:
         grammars.let_go.set()
         matchers.close()

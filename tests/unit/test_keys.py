@@ -11,7 +11,7 @@ import pytest
 from coordinator.api_keys import parse_keys
 from coordinator.identity import Scope
 from kvrelay import keys
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, UnauthenticatedError
 
 
 def test_a_key_and_its_line_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,8 +33,17 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_key_that_ends_ends(capsys: pytest.CaptureFixture[str]) -> None:
     keys.main(["new", "--tenant", "acme", "--expires-in", "1s"])
     line, key = capsys.readouterr().out.splitlines()
-    with pytest.raises(Exception, match="has expired"):
+    with pytest.raises(UnauthenticatedError, match="has expired"):
         parse_keys(line.encode()).identify(key, 4_000_000_000.0)
+
+
+@pytest.mark.parametrize("lasts", ["0", "0.5s", "3651d", "never"])
+def test_one_that_would_end_at_once_or_never_is_refused(lasts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        keys.main(["new", "--tenant", "acme", "--expires-in", lasts])
+    printed = capsys.readouterr()
+    assert f"{lasts!r} is " in printed.err
+    assert printed.out == ""
 
 
 def test_a_file_gets_a_line_more_and_only_its_owner_reads_it(

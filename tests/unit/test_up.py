@@ -235,10 +235,12 @@ def test_a_setting_that_only_one_role_has_is_read_too(monkeypatch: pytest.Monkey
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         base = server.getsockname()[1] - 10
+        roles = plan(options("--port-base", str(base)), {"": Path("/m")}, tmp_path)
+        own = [role for role in roles if role.name == "prefill-node"]  # whatever else has the others' ports
         with pytest.raises(
             ConfigError, match=rf"port {base + 10} on 127\.0\.0\.1 \(for the prefill-node\).*--port-base"
         ):
-            check_ports(plan(options("--port-base", str(base)), {"": Path("/m")}, tmp_path))
+            check_ports(own)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
@@ -250,6 +252,8 @@ def test_a_foreign_address_is_no_port_in_use(host: str, tmp_path: Path) -> None:
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--model .*absent\.gguf does not exist"):
         up.run(options("--model", str(tmp_path / "absent.gguf"), "--port-base", str(free_base())))
+    with pytest.raises(ConfigError, match=r"--models .*absent\.gguf does not exist"):
+        up.run(options("--models", f"a={tmp_path / 'absent.gguf'}", "--port-base", str(free_base())))
 
 
 def test_a_data_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_scopes_are_the_words_of_its_scope_claim(claims: dict[str, Any], scopes:
         ({"org": ["acme"]}, "'org' is missing"),
         ({"org": ""}, "'org' is missing"),
         ({"org": "a" * 1_025}, "1 to 1024 bytes"),
+        ({"org": "\ud800"}, "1 to 1024 bytes"),
         ({"kid": "other"}, "a key that is not known here"),
         ({"kid": None}, "a key that is not known here"),
     ],
@@ -109,6 +110,13 @@ def test_a_token_that_does_not_hold_is_refused(changes: dict[str, Any], reason: 
 
 def test_of_a_single_key_a_token_need_not_name_it() -> None:
     assert key_set(public_jwk("ec")).identify(token(kid=None)).name == "ada"
+
+
+def test_a_key_for_encryption_signs_nothing_and_the_others_beside_it_do() -> None:
+    tokens = key_set(public_jwk("ec", use="sig"), public_jwk("rsa", use="enc", alg="RSA-OAEP"))
+    assert tokens.identify(token(kid=None)).name == "ada"
+    with pytest.raises(UnauthenticatedError, match="a key that is not known here"):
+        tokens.identify(token("rsa", "RS256"))
 
 
 def test_a_changed_token_is_refused() -> None:
@@ -161,8 +169,10 @@ def test_what_is_no_token_is_refused(credential: str) -> None:
         (b"[]", "not {"),
         (b"\xff", "not {"),
         (b'{"keys": 3}', "not {"),
+        (b'{"keys": ' + b"[" * 100_000, "not {"),
         (b'{"keys": [3]}', "not {"),
         (b'{"keys": []}', "holds no key"),
+        (b'{"keys": [{"kty": "RSA", "use": "enc"}]}', "holds no key for signatures"),
         (b'{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}', "kty 'oct'; allowed are RSA"),
         (b'{"keys": [{"kty": "RSA"}]}', "not {"),
         (b'{"keys": [{"kty": "EC", "crv": "P-256", "d": "AA"}]}', "private key"),
