@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Iterator[ReferenceEngine]:
+def reference(model: Path) -> ReferenceEngine:
     return ReferenceEngine(model, NUM_BLOCKS)
 
 
