@@ -15,7 +15,7 @@ from typing import Protocol
 from kvrelay.tool_prompt import CALL_BEGIN, CALL_END, ToolFormat
 
 # The usual beginning of a call; the arguments follow. Others are read when they are complete.
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BETWEEN = " \t\r\n,;]"  # of two calls, or after the last
 
 
@@ -102,6 +102,7 @@ class _Calls:
         """Of a JSON object that is no usual call; None where it is none at all, or has none of the names."""
         try:
             call = json.loads(text)
+            json.dumps(call, ensure_ascii=False).encode()  # JSON can spell half a character, and no reply can hold it
         except (ValueError, RecursionError):
             return None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -141,7 +142,7 @@ class _CallObject:
                 return
             self._scanner = _ObjectScanner()
             self.unread = self.unread[head.end() :]
-            yield from self._calls.begin(json.loads(head[1]))
+            yield from self._calls.begin(head[1])
         if not self._scanner.is_complete:
             num_chars = self._scanner.scan(self.unread)
             grown, self.unread = self.unread[:num_chars], self.unread[num_chars:]
@@ -262,7 +263,7 @@ class JsonReader:
             self._is_text = True
             return [Said(self._text)]
         head = _HEAD.match(written.removeprefix("["))
-        if head is None or json.loads(head[1]) not in self._names:
+        if head is None or head[1] not in self._names:
             return []
         self._call = _CallObject(self._calls)
         return list(self._read(self._call, written.removeprefix("[")))

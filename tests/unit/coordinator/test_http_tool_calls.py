@@ -102,6 +102,25 @@ def test_it_does_not_matter_how_the_text_is_cut(case: tuple[str, Read], sizes: l
     assert read(HermesReader, parts) == expected
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        r'{"name": "\x", "arguments": {}}',
+        '{"name": "lo\nok", "arguments": {}}',
+        r'{"name": "\ud83d", "arguments": {}}',
+        r'{"arguments": {"at": "\ud83d"}, "name": "look"}',
+    ],
+)
+def test_a_call_that_is_no_json_or_holds_half_a_character_is_text(written: str) -> None:
+    assert read(HermesReader, [f"<tool_call>{written}</tool_call>"]) == (f"<tool_call>{written}</tool_call>", [])
+    assert read(lambda: JsonReader(NAMES), [written]) == (written, [])
+
+
+def test_a_name_may_be_written_with_escapes() -> None:
+    written = r'{"name": "l\u006fok", "arguments": {"at": 1}}'
+    assert read(lambda: JsonReader(NAMES), [written]) == ("", [("look", '{"at": 1}')])
+
+
 def test_arguments_are_told_before_they_are_complete() -> None:
     reader = HermesReader()
     assert reader.push("Well: <tool_") == [Said("Well:")]
