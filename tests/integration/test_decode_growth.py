@@ -30,12 +30,12 @@ def request(num_prompt: int, max_tokens: int, first: int = 10, seed: int = 0) ->
 
 async def reserve(harness: Harness, one: NodeRequest, num_tokens_now: int = 0) -> ReservationGranted:
     num_tokens = one.num_prompt_tokens + (one.sampling.max_tokens or 0)
-    return await harness.client.reserve(one, num_tokens, timeout_s=10.0, num_tokens_now=num_tokens_now)
+    return await harness.client.reserve(one, num_tokens, timeout_s=60.0, num_tokens_now=num_tokens_now)
 
 
 async def read(harness: Harness, granted: ReservationGranted, *, tail: bool = True) -> tuple[list[int], DecodeFinished]:
     token_ids: list[int] = []
-    async with harness.client.decode(granted.reservation_id, tail, timeout_s=30.0) as events:
+    async with harness.client.decode(granted.reservation_id, tail, timeout_s=60.0) as events:
         async for event in events:
             if isinstance(event, DecodeFinished):
                 return token_ids, event
@@ -204,7 +204,7 @@ async def test_forks_of_a_prompt_have_streams_of_their_own() -> None:
     cache, runner = slot_engine(24)
     one = request(6, 8, seed=5)
     async with decode_node(info=INFO, cache=cache, runner=runner, num_blocks=24, max_batch=2) as harness:
-        granted = await harness.client.reserve(one, 14, timeout_s=10.0, itl_target_s=0.5)
+        granted = await harness.client.reserve(one, 14, timeout_s=60.0, itl_target_s=0.5)
         with pytest.raises(NotFoundError, match="is not here to be shared"):
             await harness.client.fork(granted.reservation_id, 1)
         with pytest.raises(InvalidRequestError, match="index is 0; allowed is at least 1"):

@@ -40,7 +40,7 @@ REQUEST = make_request(PROMPT, max_tokens=4)
 
 async def reserve(harness: Harness, request: NodeRequest = REQUEST) -> ReservationGranted:
     num_tokens = request.num_prompt_tokens + (request.sampling.max_tokens or 0)
-    return await harness.client.reserve(request, num_tokens, timeout_s=5.0)
+    return await harness.client.reserve(request, num_tokens, timeout_s=30.0)
 
 
 def handoff(harness: Harness, granted: ReservationGranted, **changes: object) -> Handoff:
@@ -49,7 +49,7 @@ def handoff(harness: Harness, granted: ReservationGranted, **changes: object) ->
 
 async def read_answer(client: DecodeClient, reservation_id: ReservationId) -> tuple[list[int], DecodeFinished]:
     token_ids: list[int] = []
-    async with client.decode(reservation_id, timeout_s=10.0) as events:
+    async with client.decode(reservation_id, timeout_s=60.0) as events:
         async for event in events:
             if isinstance(event, DecodeFinished):
                 return token_ids, event

@@ -36,7 +36,7 @@ REQUEST = make_request(PROMPT, max_tokens=20)
 
 async def reserve(harness: Harness, request: NodeRequest = REQUEST) -> ReservationGranted:
     num_tokens = request.num_prompt_tokens + (request.sampling.max_tokens or 0)
-    return await harness.client.reserve(request, num_tokens, timeout_s=5.0)
+    return await harness.client.reserve(request, num_tokens, timeout_s=30.0)
 
 
 def messages(harness: Harness, granted: ReservationGranted, attempt: int = 0) -> list[bytes]:
@@ -268,7 +268,7 @@ async def test_bad_reservations_are_refused_with_numbers(
 ) -> None:
     async with decode_node(num_blocks=12) as harness:
         with pytest.raises(error, match=message):
-            await harness.client.reserve(request_, num_tokens, timeout_s=5.0)
+            await harness.client.reserve(request_, num_tokens, timeout_s=30.0)
         assert (await harness.counts()).free == 12
 
 
@@ -501,7 +501,7 @@ async def test_bad_logits_end_one_answer_of_a_batch_with_their_code() -> None:
         for first in (10, 30):
             request = make_request(tuple(range(first, first + 10)), max_tokens=20)
             granted = await reserve(harness, request)
-            events = harness.client.decode(granted.reservation_id, compute_tail=True, timeout_s=10.0)
+            events = harness.client.decode(granted.reservation_id, compute_tail=True, timeout_s=60.0)
             answers.append(asyncio.create_task(read_all(events)))
         token_ids, finished = await answers[0]
         assert (token_ids, finished.reason) == (list(range(20, 40)), FinishReason.LENGTH)

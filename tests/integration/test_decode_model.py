@@ -196,7 +196,7 @@ async def test_until_the_model_is_loaded_calls_are_unavailable(model: Path) -> N
     await server.start()
     async with open_channel(address) as channel:
         with pytest.raises(UnavailableError, match="loading its model"):
-            await DecodeClient(channel).reserve(make_request((5, 6)), 26, timeout_s=5.0)
+            await DecodeClient(channel).reserve(make_request((5, 6)), 26, timeout_s=30.0)
     await server.stop(None)
     await app.close()
 

@@ -35,7 +35,7 @@ def replace(cluster: Cluster, member: Member, instance_id: str) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -51,7 +51,7 @@ async def test_work_on_a_node_ends_when_a_new_process_takes_its_place_and_no_oth
     works, goes_on = asyncio.create_task(wait_on(cluster, member)), asyncio.create_task(wait_on(cluster, other))
     await asyncio.sleep(0)
     replace(cluster, member, "new")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(UnavailableError, match=r"decode-node 10\.0\.0\.1:7420 is lost"):
             await works
     assert not goes_on.done()
@@ -64,7 +64,7 @@ async def test_work_on_a_node_ends_when_it_was_silent_for_too_long() -> None:
     cluster = Cluster(Members(timeout_s=0.1), Nodes(), lambda: None)
     member = cluster.join(info("silent"))
     cluster.update(member, NodeStatus(ready=True))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(UnavailableError, match="is lost"):
             await wait_on(cluster, member)
     assert cluster.members.all() == []
