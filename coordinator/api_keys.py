@@ -84,7 +84,7 @@ def parse_keys(text: bytes) -> ApiKeys:
     """Of a file's bytes. Raises ConfigError that says which key is wrong, and in what."""
     try:
         tables = tomllib.loads(text.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the API keys are not TOML: {error}") from error
     return ApiKeys({key_id: _parse_key(key_id, table) for key_id, table in tables.items()})
 

@@ -13,7 +13,7 @@ from coordinator.text import MAX_CHARS
 from kvrelay.errors import PermissionDeniedError, UnauthenticatedError
 from kvrelay.rpc.call_limits import CallLimits
 from kvrelay.rpc.health import SERVICE_NAME as HEALTH
-from kvrelay.rpc.server import Guard, Metadata
+from kvrelay.rpc.interceptor import Guard, Metadata
 
 CREDENTIAL_KEY = "authorization"
 _INFERENCE = ("/kvrelay.pb.Inference/", "/vllm.grpc.engine.VllmEngine/")

@@ -62,7 +62,7 @@ class WebTokens:
         except jwt.PyJWTError as error:
             raise UnauthenticatedError(f"the token does not hold: {error}") from error
         tenant = said.get(self._claims.tenant_claim)
-        if not isinstance(tenant, str) or not 1 <= len(tenant.encode("utf-8", "replace")) <= MAX_TENANT_BYTES:
+        if not isinstance(tenant, str) or not 1 <= _num_bytes(tenant) <= MAX_TENANT_BYTES:
             raise UnauthenticatedError(
                 f"the token's claim {self._claims.tenant_claim!r} is missing, or not a text of 1 to "
                 f"{MAX_TENANT_BYTES} bytes: it names the tenant"
@@ -87,11 +87,19 @@ def parse_key_set(text: bytes, claims: Claims) -> WebTokens:
         listed = json.loads(text)["keys"]
         signing = [one for one in listed if one.get("use", "sig") == "sig"]
         keys = {str(one.get("kid", index)): _public_key(one) for index, one in enumerate(signing)}
-    except (ValueError, KeyError, TypeError, AttributeError, jwt.PyJWTError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
         raise ConfigError(f'the JWKS file is not {{"keys": [...]}} of public keys: {error}') from error
     if not keys:
         raise ConfigError("the JWKS file holds no key for signatures")
     return WebTokens(keys, claims)
+
+
+def _num_bytes(text: str) -> int:
+    """In UTF-8; 0 where it has no such form: JSON can spell half a character."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return 0
 
 
 def _public_key(one: Mapping[str, Any]) -> PublicKey:

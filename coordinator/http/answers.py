@@ -115,8 +115,9 @@ class Answers:
             yield 0, event
 
     async def _of_several(self) -> AsyncGenerator[tuple[int, GenerateEvent], None]:
-        unread: asyncio.Queue[tuple[int, GenerateEvent] | None] = asyncio.Queue(MAX_UNREAD)
-        reading = [asyncio.create_task(self._read(number, unread)) for number in range(len(self._prompts))]
+        unread: asyncio.Queue[tuple[int, GenerateEvent] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(MAX_UNREAD)  # not the queue's own bound: a reader that is cancelled must find room
+        reading = [asyncio.create_task(self._read(number, unread, room)) for number in range(len(self._prompts))]
         try:
             num_open = len(reading)
             while num_open:
@@ -124,15 +125,20 @@ class Answers:
                 if entry is None:
                     num_open -= 1
                 else:
+                    room.release()
                     yield entry
+            await asyncio.gather(*reading)  # raises what broke one of them
         finally:
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _read(self, number: int, unread: asyncio.Queue[tuple[int, GenerateEvent] | None]) -> None:
+    async def _read(
+        self, number: int, unread: asyncio.Queue[tuple[int, GenerateEvent] | None], room: asyncio.Semaphore
+    ) -> None:
         try:
             async for event in self._prompts[number].events():
-                await unread.put((number, event))
+                await room.acquire()
+                unread.put_nowait((number, event))
         finally:
-            await unread.put(None)
+            unread.put_nowait(None)

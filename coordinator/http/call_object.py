@@ -11,9 +11,8 @@ import secrets
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-# The usual beginning of a call, its name as JSON; the arguments follow. Others are read when they are complete.
-_NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])*"'
-_HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_NAME})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+# The usual beginning of a call; the arguments follow. Others are read when they are complete.
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 MAX_HEAD_CHARS = 1_000  # so that a name without end is not looked through again with each token
 
 
@@ -42,27 +41,9 @@ class ArgumentsGrew:
 Piece = Said | CallBegan | ArgumentsGrew
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What stands before the arguments of a call, in its first `num_chars` characters."""
-
-    name: str
-    num_chars: int
-
-
-def find_head(text: str) -> Head | None:
-    """Of the usual call that the text begins with."""
-    found = _HEAD.match(text, 0, MAX_HEAD_CHARS)
-    return None if found is None else Head(json.loads(found[1]), found.end())
-
-
-def _is_writable(text: str) -> bool:
-    """Not with half of a character of two halves: JSON can escape it alone, and no reply can hold it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def find_head(text: str) -> re.Match[str] | None:
+    """What stands before the arguments of a usual call that the text begins with; group 1 is the name."""
+    return _HEAD.match(text, 0, MAX_HEAD_CHARS)
 
 
 class Calls:
@@ -83,6 +64,7 @@ class Calls:
         """Of a JSON object that is no usual call; None where it is none at all, or has none of the names."""
         try:
             call = json.loads(text)
+            json.dumps(call, ensure_ascii=False).encode()  # JSON can spell half a character, and no reply can hold it
         except (ValueError, RecursionError):
             return None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -91,8 +73,6 @@ class Calls:
             return None
         arguments = call.get("arguments", call.get("parameters"))
         written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-        if not _is_writable(call["name"] + written):
-            return None
         return [*self.begin(call["name"]), *self.grow(written)]
 
     @property
@@ -123,8 +103,8 @@ class CallObject:
             if head is None:
                 return
             self._scanner = _ObjectScanner()
-            self.unread = self.unread[head.num_chars :]
-            yield from self._calls.begin(head.name)
+            self.unread = self.unread[head.end() :]
+            yield from self._calls.begin(head[1])
         if not self._scanner.is_complete:
             num_chars = self._scanner.scan(self.unread)
             grown, self.unread = self.unread[:num_chars], self.unread[num_chars:]

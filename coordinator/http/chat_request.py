@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
+from coordinator.http.body import Entries
 from coordinator.http.errors import FieldError
 from coordinator.http.generation import ChoicesFields
 from coordinator.http.messages import MESSAGES, chat_messages
@@ -34,11 +35,11 @@ _TOOL_CHOICE = {
 class ChatRequest(ChoicesFields):
     refused: ClassVar[RefusedFields] = CHAT
 
-    messages: Annotated[list[dict[str, Any]], WithJsonSchema(MESSAGES)]
+    messages: Annotated[Entries[dict[str, Any]], WithJsonSchema(MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs.")
-    tools: list[dict[str, Any]] | None = None
+    tools: Entries[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = Field(None, description="false: calls after the first are not told.")
     # vLLM's

@@ -12,6 +12,7 @@ from coordinator.http.refused import COMPLETION, RefusedFields, shown
 from kvrelay.inference import TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 128
+MAX_TOKEN_ID = 2**32 - 1  # of any vocabulary, as in inference.proto
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPTS = {
@@ -58,6 +59,8 @@ class CompletionRequest(ChoicesFields):
         if isinstance(value, str):
             return TextPrompt(value, add_bos=self.add_special_tokens is not False)
         if _is_token_ids(value):
+            if (largest := max(value)) > MAX_TOKEN_ID:
+                raise FieldError(f"{where} holds {shown(largest)}; allowed are at most {MAX_TOKEN_ID}", where)
             return TokenPrompt(tuple(value))
         raise FieldError(f"{where} is {shown(value)}; allowed are a text or a list of token ids", where)
 

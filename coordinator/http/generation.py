@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from coordinator.http.body import Fields
+from coordinator.http.body import Entries, Fields
 from coordinator.http.errors import FieldError
 from coordinator.http.structure import ResponseFormat, StructuredOutputs, only_one, structures
 from kvrelay.inference import GenerateRequest, Prompt
-from kvrelay.sampling import SamplingParams
+from kvrelay.sampling import MAX_LOGIT_BIAS, SamplingParams
 from kvrelay.structured import StructuredOutput
 
 RETENTION_S = {"in_memory": None, "in-memory": None, "24h": 86_400.0}  # None: the tenant's own time
@@ -21,6 +22,12 @@ SAMPLING_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presen
 
 # Fields that change no answer: names for the client's own use, and hints at prefixes, which are found by themselves.
 LABELS = ("user", "safety_identifier", "metadata", "session_id", "prompt_cache_key", "spaces_between_special_tokens")
+
+
+def _not_too_many(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_many", "at most {most} entries are allowed", {"most": MAX_LOGIT_BIAS})
+    return biases
 
 
 class StreamOptions(Fields):
@@ -37,9 +44,11 @@ class GenerationFields(Fields):
     top_p: float | None = Field(None, description="Above 0, at most 1.")
     frequency_penalty: float | None = Field(None, description="-2 to 2.")
     presence_penalty: float | None = Field(None, description="-2 to 2.")
-    logit_bias: dict[str, float] | None = Field(None, description="By token id, -100 to 100.")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_not_too_many)] | None = Field(
+        None, description="By token id, -100 to 100."
+    )
     seed: int | None = Field(None, description="0 to 2**64 - 1.")
-    stop: str | list[str] | None = Field(None, description="At most 16, each of 1 to 1,000 characters.")
+    stop: str | Entries[str] | None = Field(None, description="At most 16, each of 1 to 1,000 characters.")
     stream: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     user: str | None = None
@@ -51,14 +60,14 @@ class GenerationFields(Fields):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Entries[str] | None = None
     guided_grammar: str | None = None
     top_k: int | None = Field(None, description="0 or -1: any number.")
     min_p: float | None = Field(None, description="0 to 1.")
     repetition_penalty: float | None = Field(None, description="Above 0, at most 10.")
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Entries[int] | None = None
     include_stop_str_in_output: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None

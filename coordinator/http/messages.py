@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from coordinator.http.body import Fields, checked
+from coordinator.http.body import Entries, Fields, checked
 from coordinator.http.errors import FieldError
 from coordinator.http.refused import MESSAGE, RefusedFields, shown
 from coordinator.text import CHAT_ROLES
@@ -30,9 +30,9 @@ class Message(Fields):
     refused: ClassVar[RefusedFields] = MESSAGE
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Entries[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Entries[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -56,7 +56,7 @@ def _chat_message(wanted: dict[str, Any], where: str) -> ChatMessage:
     return ChatMessage(message.role, content, tuple(calls), message.tool_call_id or "", message.name or "")
 
 
-def text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
+def text_of(content: str | Entries[dict[str, Any]] | None, where: str) -> str:
     """Parts stand on lines of their own, as in vLLM. Raises FieldError for one that is no text."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from coordinator.http.body import Fields, checked
+from coordinator.http.body import Entries, Fields, checked
 from coordinator.http.chat_request import check_special_tokens
 from coordinator.http.errors import FieldError
 from coordinator.http.generation import GenerationFields
@@ -44,7 +44,7 @@ class MessageItem(Fields):
 
     type: Literal["message"] = "message"
     role: str
-    content: str | list[dict[str, Any]]
+    content: str | Entries[dict[str, Any]]
     id: str | None = None
     status: str | None = None
 
@@ -63,7 +63,7 @@ class ResultItem(Fields):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | Entries[dict[str, Any]]
     id: str | None = None
     status: str | None = None
 
@@ -71,13 +71,13 @@ class ResultItem(Fields):
 class ResponsesRequest(GenerationFields):
     refused: ClassVar[RefusedFields] = RESPONSES
 
-    input: Annotated[str | list[dict[str, Any]], WithJsonSchema({"type": ["string", "array"]})]
+    input: Annotated[str | Entries[dict[str, Any]], WithJsonSchema({"type": ["string", "array"]})]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Entries[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, description="0 to 20, with message.output_text.logprobs in include.")
-    tools: list[dict[str, Any]] | None = None
+    tools: Entries[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, WithJsonSchema({})] = None
     parallel_tool_calls: bool | None = None
 

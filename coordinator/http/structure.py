@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.http.body import Fields
+from coordinator.http.body import Entries, Fields
 from coordinator.http.errors import FieldError
 from coordinator.http.refused import STRUCTURED_OUTPUTS, RefusedFields
 from kvrelay.structured import StructuredOutput, StructureKind
@@ -43,7 +43,7 @@ class StructuredOutputs(Fields):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Entries[str] | None = None
     grammar: str | None = None
 
     def structures(self) -> Iterator[StructuredOutput]:

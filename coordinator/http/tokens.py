@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.front_door import FrontDoor
-from coordinator.http.body import Fields, read_fields
+from coordinator.http.body import Entries, Fields, read_fields
 from coordinator.http.chat_request import chat_end, check_special_tokens
 from coordinator.http.errors import FieldError
 from coordinator.http.logprobs import TokenWriter
@@ -23,7 +23,7 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Entries[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -44,7 +44,7 @@ class TokenizeRequest(Fields):
 
 class DetokenizeRequest(Fields):
     model: str | None = None
-    tokens: list[int]
+    tokens: Entries[int]
 
 
 class Tokenizing:

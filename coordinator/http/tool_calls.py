@@ -146,7 +146,7 @@ class JsonReader:
             self._is_text = True
             return [Said(self._text)]
         head = find_head(written.removeprefix("["))
-        if head is None or head.name not in self._names:
+        if head is None or head[1] not in self._names:
             return []
         self._call = CallObject(self._calls)
         return list(self._read(self._call, written.removeprefix("[")))

@@ -10,7 +10,8 @@ import grpc
 from kvrelay.rpc.call_limits import LimitsOf
 from kvrelay.rpc.channel import MAX_MESSAGE_BYTES
 from kvrelay.rpc.credentials import ServerTLS
-from kvrelay.rpc.server import Guard, OnError, OnOpen, make_server
+from kvrelay.rpc.interceptor import Guard, OnError, OnOpen
+from kvrelay.rpc.server import make_server
 
 
 @dataclass(frozen=True, slots=True)

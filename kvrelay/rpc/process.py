@@ -28,6 +28,7 @@ from kvrelay.role_config import RoleConfig
 from kvrelay.rpc import server as rpc_server
 from kvrelay.rpc.door import Door
 from kvrelay.rpc.health import Readiness
+from kvrelay.rpc.interceptor import OnError, OnOpen
 from kvrelay.types import InstanceId, Role
 
 logger = logging.getLogger(__name__)
@@ -261,13 +262,13 @@ def _version() -> str:
         return "unknown"  # run from a checkout that is not installed
 
 
-def _error_counter(registry: CollectorRegistry) -> rpc_server.OnError:
+def _error_counter(registry: CollectorRegistry) -> OnError:
     counter = Counter(
         "kvrelay_rpc_errors_total", "Calls served that ended with an error.", ["method", "code"], registry=registry
     )
     return lambda method, code: counter.labels(method.rpartition("/")[2], code).inc()
 
 
-def _open_gauge(registry: CollectorRegistry) -> rpc_server.OnOpen:
+def _open_gauge(registry: CollectorRegistry) -> OnOpen:
     gauge = Gauge("kvrelay_rpc_calls_open", "Calls that are being served.", ["method"], registry=registry)
     return lambda method, change: gauge.labels(method.rpartition("/")[2]).inc(change)

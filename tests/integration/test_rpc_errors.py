@@ -146,7 +146,7 @@ async def test_an_unexpected_exception_is_internal_and_keeps_its_traceback_to_th
     assert "secret" not in repr(caught.value) + repr(caught.value.__cause__)
     assert "Traceback" not in repr(caught.value.__cause__)
     assert counted == ["internal"]
-    (record,) = (record for record in caplog.records if record.name == "kvrelay.rpc.server")
+    (record,) = (record for record in caplog.records if record.name == "kvrelay.rpc.interceptor")
     assert (record.levelno, record.exc_info is not None) == (logging.ERROR, True)
     assert "secret of the server" in caplog.text
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from kvrelay.engine.batch import Batch, Drawn
 from kvrelay.errors import InvalidRequestError, StructureError
 from kvrelay.messages import DecodeFinished, NodeRequest, ReservationGranted
 from kvrelay.sampling import SamplingParams
@@ -41,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Iterator[ReferenceEngine]:
+def reference(model: Path) -> ReferenceEngine:
     return ReferenceEngine(model, NUM_BLOCKS)
 
 
@@ -73,6 +76,22 @@ async def prefilled(nodes: Pair, request: NodeRequest) -> None:
 
 async def computed_there(nodes: Pair, granted: ReservationGranted, *, tail: bool = True) -> list[int]:
     return [token.token_id for token in await nodes.generated(granted, compute_tail=tail)]
+
+
+@contextmanager
+def slow_steps(nodes: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile the decode node's engine waits 0.2 s before each step."""
+    runner, over = nodes.decode_app.host.loaded.runner, threading.Event()
+    run = runner.run
+
+    def run_later(batch: Batch) -> list[Drawn]:
+        over.wait(0.2)
+        return run(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", run_later)
+        yield
+        over.set()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -127,13 +146,16 @@ async def test_held_and_free_answers_side_by_side_do_not_change_each_other(
     assert byte_tokenizer().decode(answers[1][0]) in ("yes", "no")
 
 
-async def test_another_answer_to_the_same_prompt_is_held_to_the_same(model: Path) -> None:
+async def test_another_answer_to_the_same_prompt_is_held_to_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with pair(model) as nodes:
         request = held(LETTERS, 5)
         granted = await nodes.decode.reserve(request, 140, TIMEOUT_S)
         first = asyncio.create_task(nodes.tokens(granted))
-        await nodes.compute(request, nodes.target(granted))
-        fork = await nodes.decode.fork(granted.reservation_id, 1, TIMEOUT_S)
+        with slow_steps(nodes, monkeypatch):  # the first answer must not have ended when the other is asked for
+            await nodes.compute(request, nodes.target(granted))
+            fork = await nodes.decode.fork(granted.reservation_id, 1, TIMEOUT_S)
         other = byte_tokenizer().decode(await computed_there(nodes, fork, tail=False))
         assert re.fullmatch("[a-z]{60}", other)
         assert other != byte_tokenizer().decode((await first)[0])

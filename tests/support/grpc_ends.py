@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from kvrelay.rpc.channel import open_channel
-from kvrelay.rpc.server import OnError, OnOpen, bind, make_server
+from kvrelay.rpc.interceptor import OnError, OnOpen
+from kvrelay.rpc.server import bind, make_server
 
 
 @asynccontextmanager

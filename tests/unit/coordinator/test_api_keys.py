@@ -73,6 +73,8 @@ def test_no_two_new_keys_are_alike() -> None:
     [
         ("one = 3", "'one': terms are needed"),
         ("one = [", "not TOML"),
+        ("one = " + "[" * 10_000, "not TOML"),
+        ("one = " + "9" * 5_000, "not TOML"),
         (LINE + "\n" + LINE, "not TOML"),
         (LINE.replace("tenant =", "tennant ="), "'tennant' is no term of a key; allowed are tenant, sha256"),
         (LINE.replace('"acme"', '""'), "tenant is ''; allowed are 1 to 64 printable characters"),

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from coordinator.http.body import Fields, parse
 from coordinator.http.chat_request import ChatRequest
 from coordinator.http.completion_request import CompletionRequest
-from coordinator.http.errors import error_response
+from coordinator.http.errors import FieldError, error_response
 from coordinator.http.responses_request import ResponsesRequest
 from coordinator.http.tokens import DetokenizeRequest, TokenizeRequest
 from kvrelay.errors import KVRelayError
@@ -71,6 +72,35 @@ def test_any_values_in_any_fields(kind: type[Fields], data: st.DataObject) -> No
     needed = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "tokens": [1]}
     body = {name: value for name, value in needed.items() if name in kind.model_fields} | body
     assert status_of(kind, json.dumps(body).encode()) in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [0] * 1_000}),
+        (ChatRequest, {"messages": [], "tools": [0] * 1_000}),
+        (ChatRequest, {"messages": [], "stop": [0] * 1_000}),
+        (ChatRequest, {"messages": [], "stop_token_ids": ["x"] * 1_000}),
+        (ChatRequest, {"messages": [], "logit_bias": {str(token_id): "x" for token_id in range(1_000)}}),
+        (ChatRequest, {"messages": [], "structured_outputs": {"choice": [0] * 1_000}}),
+        (ChatRequest, {"messages": [], **{f"unknown_{number}": 0 for number in range(1_000)}}),
+        (ResponsesRequest, {"input": [0] * 1_000}),
+        (ResponsesRequest, {"input": "x", "include": [0] * 1_000}),
+        (DetokenizeRequest, {"tokens": ["x"] * 1_000}),
+    ],
+)
+def test_of_many_faults_few_are_looked_for(kind: type[Fields], body: dict[str, Any]) -> None:
+    """A body of 8 MiB has room for millions, and to write each down holds up everyone for seconds."""
+    with pytest.raises(FieldError) as refused:
+        parse(kind, json.dumps(body).encode())
+    cause = refused.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() <= 2  # of a union each kind has its own
+
+
+def test_a_token_id_that_no_vocabulary_has_is_refused_before_the_request_is_made() -> None:
+    with pytest.raises(FieldError, match=r"prompt\[1\] holds 4294967296; allowed are at most 4294967295"):
+        parse(CompletionRequest, b'{"prompt": [[4294967295], [1, 4294967296]]}').prompts()
 
 
 @pytest.mark.parametrize("kind", KINDS)

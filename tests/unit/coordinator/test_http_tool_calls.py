@@ -57,15 +57,6 @@ HERMES: list[tuple[str, Read]] = [
     ("<tool_call>no call</tool_call> at all", ("<tool_call>no call</tool_call> at all", [])),
     ("<tool_call>cut off", ("<tool_call>cut off", [])),
     ('<tool_call>{"name": "look", "arguments": {"a": 1', ("", [("look", '{"a": 1')])),
-    ('<tool_call>{"name": "l\\u006fok", "arguments": {}}</tool_call>', ("", [("look", "{}")])),
-    ('<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>',
-     ('<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>', [])),
-    ('<tool_call>{"name": "a\nb", "arguments": {}}</tool_call>',
-     ('<tool_call>{"name": "a\nb", "arguments": {}}</tool_call>', [])),
-    ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-     ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [])),
-    ('<tool_call>{"arguments": {"a": "\\ud800"}, "name": "look"}</tool_call>',
-     ('<tool_call>{"arguments": {"a": "\\ud800"}, "name": "look"}</tool_call>', [])),
 ]  # fmt: skip
 
 LLAMA: list[tuple[str, Read]] = [
@@ -78,7 +69,6 @@ LLAMA: list[tuple[str, Read]] = [
     ('{"parameters": {"a": 1}, "name": "go"}', ("", [("go", '{"a": 1}')])),
     ('{"name": "Anna", "parameters": {"a": 1}}', ('{"name": "Anna", "parameters": {"a": 1}}', [])),
     ('{"colour": "red"}', ('{"colour": "red"}', [])),
-    ('{"name": "a\\q", "parameters": {}}', ('{"name": "a\\q", "parameters": {}}', [])),
 ]  # fmt: skip
 
 
@@ -103,6 +93,25 @@ def test_it_does_not_matter_how_the_text_is_cut(case: tuple[str, Read], sizes: l
         parts.append(text[start : start + size])
         start += size
     assert read(HermesReader, parts) == expected
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r'{"name": "\x", "arguments": {}}',
+        '{"name": "lo\nok", "arguments": {}}',
+        r'{"name": "\ud83d", "arguments": {}}',
+        r'{"arguments": {"at": "\ud83d"}, "name": "look"}',
+    ],
+)
+def test_a_call_that_is_no_json_or_holds_half_a_character_is_text(written: str) -> None:
+    assert read(HermesReader, [f"<tool_call>{written}</tool_call>"]) == (f"<tool_call>{written}</tool_call>", [])
+    assert read(lambda: JsonReader(NAMES), [written]) == (written, [])
+
+
+def test_a_name_may_be_written_with_escapes() -> None:
+    written = r'{"name": "l\u006fok", "arguments": {"at": 1}}'
+    assert read(lambda: JsonReader(NAMES), [written]) == ("", [("look", '{"at": 1}')])
 
 
 def test_arguments_are_told_before_they_are_complete() -> None:
