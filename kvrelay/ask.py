@@ -90,8 +90,10 @@ def parse_ids(text: str) -> tuple[int, ...]:
     if text.startswith("@"):
         try:
             source = Path(text[1:]).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f"cannot read the token ids in {text[1:]}: {error}") from error
+        except OSError as error:
+            raise InvalidRequestError(f"cannot read the token ids in {text[1:]}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"the token ids in {text[1:]} are no UTF-8 text: {error}") from error
     words = [word for word in re.split(r"[,\s\[\]]+", source) if word]
     for word in words:
         if not (word.isascii() and word.isdigit() and int(word) < 2**32):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvrelay.address import is_address
-from kvrelay.errors import DeadlineError, KVRelayError, UnavailableError
+from kvrelay.errors import DeadlineError, KVRelayError, UnauthenticatedError, UnavailableError
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 EXIT_FAILED = 1
@@ -70,6 +70,10 @@ def run_blocking(command: str, address: str, work: Callable[[], None]) -> int:
 def explain_failure(error: KVRelayError, address: str) -> str:
     """In words of who called, where gRPC's own say less."""
     said = error.message.lower()
+    if isinstance(error, UnauthenticatedError):
+        return f"{error.message}; commands take the key or the token from KVRELAY_API_KEY"
+    if isinstance(error, UnavailableError) and "failed parsing http/2" in said:
+        return f"what answers at {address} speaks no gRPC; name the coordinator's gRPC port by --address, not HTTP's"
     if isinstance(error, UnavailableError) and "wrong_version_number" in said:
         return f"what answers at {address} does not speak TLS; unset KVRELAY_CA, or name another by --address"
     if isinstance(error, UnavailableError) and "tls handshake failed" in said:

@@ -46,5 +46,7 @@ def _text_or_file(flag: str, text: str) -> str:
         return text
     try:
         return Path(text[1:]).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"cannot read the file that {flag} names, {text[1:]}: {error}") from error
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read the file that {flag} names, {text[1:]}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the file that {flag} names, {text[1:]}, is no UTF-8 text: {error}") from error

@@ -37,8 +37,10 @@ def read_lines(file: str) -> list[str]:
     """Of a file, or of stdin for "-". Raises InvalidRequestError."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"cannot read the prompts in {file}: {error}") from error
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read the prompts in {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the prompts in {file} are no UTF-8 text: {error}") from error
     return text.split("\n")  # and at nothing else that str.splitlines takes for the end of a line
 
 

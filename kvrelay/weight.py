@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvrelay.client_command import address_argument, run, write
 from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.limits import check_weight
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.channel import OTHER_TLS, open_channel, speaks_other_tls
 from kvrelay.rpc.credentials import peer_tls_of
 from kvrelay.rpc.nodes import NodeClient
 
@@ -26,6 +26,8 @@ async def _set_weight(options: argparse.Namespace) -> None:
         try:
             weight = await NodeClient(channel).set_weight(options.weight)
         except UnavailableError as error:
+            if speaks_other_tls(error.message):
+                raise UnavailableError(f"{address} {OTHER_TLS}") from error
             raise UnavailableError(f"no node answers at {address}; `kvrelay status` shows where they are") from error
     if options.json:
         write(json.dumps({"address": address, "weight": weight}) + "\n")

@@ -12,7 +12,7 @@ from kvrelay.kv.store_messages import BlockReport, BlockSelection, DeleteReply, 
 from kvrelay.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvrelay.rpc import convert_kvstore
 from kvrelay.rpc.calls import Replies, StreamCall, UnaryCall, answer
-from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.channel import OTHER_TLS, open_channel, speaks_other_tls
 from kvrelay.rpc.credentials import ChannelTLS
 from kvrelay.types import BlockHash, Tier
 
@@ -104,4 +104,6 @@ class StoreAdmin:
         reason = error.message.lower()
         if "failed to connect" not in reason and "errors resolving" not in reason:
             return UnavailableError(f"kvstore {self.address}: {error.message}", retry_after_s=error.retry_after_s)
+        if speaks_other_tls(reason):
+            return UnavailableError(f"kvstore {self.address} {OTHER_TLS}")
         return UnavailableError(f"no kvstore answers at {self.address}; is it running, and is this its address?")

@@ -26,6 +26,10 @@ from kvrelay.rpc import convert_errors
 from kvrelay.rpc.credentials import ChannelTLS
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+OTHER_TLS = (
+    "ends the TLS handshake, or speaks no TLS: where roles have certificates, name those of one by KVRELAY_PEER_CA, "
+    "KVRELAY_PEER_CERT and KVRELAY_PEER_KEY (docs/security.md); where they have none, unset these"
+)
 ERROR_KEY = "kvrelay-error-bin"  # trailing metadata: an Error message
 
 # A peer that stops answering is found within 4 s. Without the ping timeout, which is 60 s by default, keepalive alone
@@ -105,8 +109,17 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> KVRelayError:
                 break
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return KVRelayError("what answers there knows no such call: it plays another role, or is of another release")
+        return KVRelayError(
+            "what answers there knows no such call: it plays another role, so give another port (`kvrelay status` "
+            "shows whose each is), or is of another release"
+        )
     return _error_class(error.code(), details)(details)
+
+
+def speaks_other_tls(message: str) -> bool:
+    """Of a connection that was not made, in gRPC 1.85's words: whether one side speaks no TLS, or is of another CA."""
+    said = message.lower()
+    return "failed to connect" in said and ("socket closed" in said or "tls handshake failed" in said)
 
 
 def _error_class(status: grpc.StatusCode, details: str) -> type[KVRelayError]:

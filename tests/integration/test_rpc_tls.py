@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from decode_node.service import DecodeService
+from kvrelay import weight
 from kvrelay.certificates import make_certificates
 from kvrelay.errors import ConfigError, UnavailableError
+from kvrelay.kv.remote_admin import StoreAdmin
 from kvrelay.messages import TokensDecoded
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.connection import Connection
@@ -87,6 +89,23 @@ async def test_a_client_without_a_certificate_is_refused(tls: MutualTLS) -> None
     async with node_behind(tls) as node:
         await refusal(node.address, None)
         await refusal(node.address, replace(tls, certificate=b"", key=b""))
+
+
+async def test_commands_without_a_certificate_are_told_to_name_one(
+    tls: MutualTLS, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with node_behind(tls) as node:
+        assert await asyncio.to_thread(weight.main, [node.address, "1"]) == 1
+        assert f"kvrelay weight: {node.address} ends the TLS handshake" in capsys.readouterr().err
+        async with StoreAdmin(node.address) as admin:
+            with pytest.raises(UnavailableError, match="name those of one by KVRELAY_PEER_CA"):
+                await admin.stats()
+
+
+async def test_commands_with_a_certificate_where_nobody_has_one_are_told_to_leave_it_out(tls: MutualTLS) -> None:
+    async with decode_node() as node, StoreAdmin(node.address, tls=tls) as admin:
+        with pytest.raises(UnavailableError, match="where they have none, unset these"):
+            await admin.stats()
 
 
 async def test_a_client_whose_certificate_another_ca_signed_is_refused(tls: MutualTLS, foreign_tls: MutualTLS) -> None:

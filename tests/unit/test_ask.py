@@ -144,7 +144,7 @@ def test_what_an_answer_is_held_to(flags: list[str], held: StructuredOutput | No
     ("flags", "words"),
     [
         (["--regex", "a", "--json-object"], "not allowed with argument"),
-        (["--grammar", "@/no/such/file"], "cannot read the file that --grammar names, /no/such/file"),
+        (["--grammar", "@/no/such/file"], "--grammar names, /no/such/file: No such file or directory\n"),
         (["--choice", ""], "choice holds an empty string"),
     ],
 )

@@ -74,5 +74,5 @@ def test_what_is_no_prompt_is_told_with_its_line(line: str, message: str) -> Non
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"cannot read the prompts in .*missing: "):
+    with pytest.raises(InvalidRequestError, match=r"cannot read the prompts in .*missing: No such file or directory$"):
         read_lines(str(tmp_path / "missing"))
