@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvrelay.errors import ModelFileError
 from kvrelay.tokenizer import load_tokenizer
 
 _NAMES = (
@@ -21,12 +22,19 @@ _NAMES = (
 def tokenizer_files(path: Path) -> dict[str, bytes]:
     """Contents by name: those of a directory that are there, or what a GGUF file's metadata come to.
 
-    Raises ModelFileError as load_tokenizer, OSError for a file that cannot be read.
+    Raises ModelFileError as load_tokenizer, and for a file that cannot be read.
     """
     if path.is_dir():
-        return {name: (path / name).read_bytes() for name in _NAMES if (path / name).is_file()}
+        return {name: _read(path / name) for name in _NAMES if (path / name).is_file()}
     tokenizer = load_tokenizer(path)
     return {
         "tokenizer.json": tokenizer.to_json().encode(),
         "tokenizer_config.json": json.dumps(tokenizer.config(), indent=2).encode(),
     }
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelFileError(f"cannot read {path}: {error.strerror}") from error

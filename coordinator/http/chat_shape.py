@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from coordinator.http.answers import Ended, Grew
+from coordinator.http.call_object import ArgumentsGrew, CallBegan, Piece, Said
 from coordinator.http.logprobs import TokenWriter, chat_logprobs
 from coordinator.http.reply import WholeChoice
-from coordinator.http.tool_calls import ArgumentsGrew, CallBegan, MakeReader, Piece, Reader, Said
+from coordinator.http.tool_calls import MakeReader, Reader
 from kvrelay.types import FinishReason
 
 KIND, CHUNK_KIND = "chat.completion", "chat.completion.chunk"

@@ -8,10 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 from coordinator.http.answers import Answers, Ended, Grew
+from coordinator.http.call_object import ArgumentsGrew, CallBegan, Piece, Said
 from coordinator.http.errors import error_body
 from coordinator.http.logprobs import TokenWriter, chat_logprobs
 from coordinator.http.responses_items import CallItem, Item, MessageItem
-from coordinator.http.tool_calls import ArgumentsGrew, CallBegan, Piece, Reader, Said
+from coordinator.http.tool_calls import Reader
 from kvrelay.errors import KVRelayError
 from kvrelay.sampling import GeneratedToken
 from kvrelay.types import FinishReason

@@ -145,7 +145,8 @@ async def _coordinator(
     identify: Identify,
     caller: Caller,
 ) -> AsyncIterator[Ends]:
-    config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **{"http_port": -1, **settings})
+    defaults = {"http_port": -1, "member_timeout_s": TIMEOUT_S}  # nodes are silent for seconds on a busy machine
+    config = CoordinatorConfig(model=tokenizer_path(), model_name="bytes", **defaults | settings)
     registry = CollectorRegistry()
     app = Coordinator(config, InstanceId(instance_id), registry, identify)
     readiness = Readiness(app.service_names)

@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.http.call_object import ArgumentsGrew, CallBegan, Said
 from coordinator.http.errors import FieldError
-from coordinator.http.tool_calls import (
-    ArgumentsGrew,
-    ArgumentsReader,
-    CallBegan,
-    HermesReader,
-    JsonReader,
-    MakeReader,
-    Said,
-)
+from coordinator.http.tool_calls import ArgumentsReader, HermesReader, JsonReader, MakeReader
 from coordinator.http.tools import tool_use
 from kvrelay.tool_prompt import ToolFormat
 
@@ -127,6 +120,17 @@ def test_arguments_are_told_before_they_are_complete() -> None:
     began, grown = reader.push('call>{"name": "look", "arguments": {"a')
     assert isinstance(began, CallBegan)
     assert grown == ArgumentsGrew(0, '{"a')
+
+
+def test_a_name_longer_than_any_tools_is_looked_for_once_when_the_call_is_complete() -> None:
+    """Each token would else be as much work as all before it."""
+    name = "look" * 250
+    for reader, end in ((HermesReader(), "</tool_call>"), (JsonReader(frozenset([name])), "")):
+        begin = "<tool_call>" if end else ""
+        assert reader.push(f'{begin}{{"name": "{name}", "arguments": {{"a": 1') == []
+        began, grown = reader.push("}}" + end) + reader.end()
+        assert isinstance(began, CallBegan)
+        assert (began.name, grown) == (name, ArgumentsGrew(0, '{"a": 1}'))
 
 
 def test_calls_after_the_most_are_not_told() -> None:
