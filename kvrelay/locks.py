@@ -11,6 +11,7 @@ from kvrelay.certificates import DOOR, make_certificates
 from kvrelay.errors import ConfigError
 from kvrelay.types import DEFAULT_TENANT, Role
 
+_KEY_ID = "up"
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -39,11 +40,15 @@ class Locks:
 
 
 def lock(directory: Path, host: str) -> Locks:
-    """New certificates for `host`, of the CA that the directory has or gets, and a new key. Raises ConfigError."""
+    """New certificates for `host`, of the CA that the directory has or gets, and a new key beside those that were added
+    to its file. Raises ConfigError."""
     make_certificates(directory, [] if host in _EVERYWHERE else [host])
-    key, line = new_key(DEFAULT_TENANT, "up", frozenset(Scope))
+    key, line = new_key(DEFAULT_TENANT, _KEY_ID, frozenset(Scope))
+    file = _keys_file(directory)
     try:
-        _keys_file(directory).write_text(line + "\n")
+        before = file.read_bytes().splitlines() if file.exists() else []
+        others = [other for other in before if not other.startswith(f"{_KEY_ID} = ".encode())]
+        file.write_bytes(b"\n".join((*others, line.encode(), b"")))
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
     return Locks(directory, key)

@@ -98,3 +98,8 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_what_makes_no_sense_is_refused_before_anything_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert chat.main(["--temperature", "3"]) == 2
     assert capsys.readouterr().err == "kvrelay chat: temperature is 3.0; allowed is [0, 2]\n"
+    for seconds in ("nan", "0", "inf"):
+        assert chat.main(["--timeout", seconds]) == 2
+        assert (
+            capsys.readouterr().err == f"kvrelay chat: --timeout is {seconds}; allowed is a number of seconds over 0\n"
+        )

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.api_keys import parse_keys
+from coordinator.api_keys import new_key, parse_keys
 from coordinator.identity import Scope
 from kvrelay import up
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, UnauthenticatedError
 from kvrelay.local_cluster import Limits, LocalCluster, Outcome
 from kvrelay.locks import lock
 from kvrelay.planned_roles import PlannedRole, check_ports, plan
@@ -57,6 +57,18 @@ def test_the_default_cluster_is_one_of_each_role() -> None:
         assert value(node.flags, "--coordinator") == "127.0.0.1:7400"
         assert value(node.flags, "--kvstore") == "127.0.0.1:7401"
         assert value(node.flags, "--dtype") == "bfloat16"
+
+
+def test_a_new_start_makes_a_new_key_and_leaves_those_that_were_added(tmp_path: Path) -> None:
+    first = lock(tmp_path, "127.0.0.1")
+    added, line = new_key("acme", "one", frozenset({Scope.INFER}))
+    with (tmp_path / "keys.toml").open("a") as file:
+        file.write(line + "\n")
+    second = lock(tmp_path, "127.0.0.1")
+    keys = parse_keys((tmp_path / "keys.toml").read_bytes())
+    assert (keys.identify(second.api_key, 0.0).name, keys.identify(added, 0.0).name) == ("up", "one")
+    with pytest.raises(UnauthenticatedError):
+        keys.identify(first.api_key, 0.0)
 
 
 def test_a_secure_cluster_has_certificates_a_key_and_a_port_for_nodes(tmp_path: Path) -> None:
