@@ -15,7 +15,7 @@ from typing import Any
 from kvrelay.answer_printer import AnswerPrinter
 from kvrelay.client import AnswerEvent, AsyncClient
 from kvrelay.client_answer import ClientAnswer, describe, facts
-from kvrelay.client_command import make_parser, refuse, run, write
+from kvrelay.client_command import check_timeout, make_parser, refuse, run, write
 from kvrelay.duration import ttl_argument
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import (
@@ -102,8 +102,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.timeout is not None and not options.timeout > 0:
-        raise InvalidRequestError(f"--timeout is {options.timeout:g}; allowed is a number of seconds over 0")
+    check_timeout(options.timeout)
     asked = GenerateRequest(
         None,
         n=options.n,

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from kvrelay.client import AnswerEvent, Client
 from kvrelay.client_answer import ClientAnswer, describe, facts
-from kvrelay.client_command import EXIT_FAILED, explain_failure, make_parser, refuse, run_blocking, write
+from kvrelay.client_command import EXIT_FAILED, check_timeout, explain_failure, make_parser, refuse, run_blocking, write
 from kvrelay.errors import InvalidRequestError, KVRelayError
 from kvrelay.inference import ChatMessage, ChatPrompt, TokensGenerated
 from kvrelay.sampling import SamplingParams
@@ -107,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     try:
         sampling.validate(_NO_VOCABULARY)
+        check_timeout(options.timeout)
     except InvalidRequestError as error:
         return refuse("chat", error.message)
     failed = False
@@ -115,6 +116,8 @@ def main(argv: Sequence[str]) -> int:
         nonlocal failed
         with Client(options.address) as client:
             client.get_model(options.model)  # so that nobody writes a question to a cluster that is not there
+            if sys.stdin.isatty() and not options.json:
+                write(f"{CLEAR} begins anew, {LEAVE} or Ctrl-D leaves, Ctrl-C ends an answer\n")
             chat = Chat(client, options, sampling)
             chat.run(_read_turn)
             failed = chat.num_failed > 0

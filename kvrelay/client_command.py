@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvrelay.address import is_address
-from kvrelay.errors import DeadlineError, KVRelayError, UnauthenticatedError, UnavailableError
+from kvrelay.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVRelayError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 EXIT_FAILED = 1
@@ -33,6 +40,12 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"of the coordinator, or several with commas between; default: KVRELAY_ADDRESS, else {DEFAULT_ADDRESS}",
     )
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Of --timeout. Raises InvalidRequestError."""
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InvalidRequestError(f"--timeout is {timeout_s:g}; allowed is a number of seconds over 0")
 
 
 def address_argument(text: str) -> str:

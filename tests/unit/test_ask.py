@@ -88,6 +88,7 @@ def test_nobody_there(address: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["hello", "--ttft-target", "0"], "ttft_target_s is 0; allowed is a number of seconds over 0"),
         (["hello", "--itl-target", "inf"], "itl_target_s is inf; allowed is a number of seconds over 0"),
         (["hello", "--timeout", "nan"], "--timeout is nan"),
+        (["hello", "--timeout", "inf"], "--timeout is inf"),
         (["--prompt-ids", "1,x"], "'x' is no token id"),
         (["hello", "--logprobs", "2"], "--logprobs are only shown by --json"),
     ],
