@@ -116,6 +116,8 @@ def main(argv: Sequence[str]) -> int:
         nonlocal failed
         with Client(options.address) as client:
             client.get_model(options.model)  # so that nobody writes a question to a cluster that is not there
+            if sys.stdin.isatty() and not options.json:
+                write(f"{CLEAR} begins anew, {LEAVE} or Ctrl-D leaves, Ctrl-C ends an answer\n")
             chat = Chat(client, options, sampling)
             chat.run(_read_turn)
             failed = chat.num_failed > 0

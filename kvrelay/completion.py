@@ -46,9 +46,8 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay completion",
-        description="Prints a script by which a shell completes kvrelay's commands. For bash: kvrelay completion bash "
-        "> ~/.local/share/bash-completion/completions/kvrelay; for zsh: kvrelay completion zsh > _kvrelay, somewhere "
-        "in $fpath.",
+        description="Prints a script by which a shell completes kvrelay's commands. For bash: source <(kvrelay "
+        "completion bash), at once or in ~/.bashrc; for zsh: kvrelay completion zsh > _kvrelay, somewhere in $fpath.",
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=SHELLS, help="whose script")

@@ -206,7 +206,9 @@ def _how_to_use(roles: Sequence[PlannedRole], data_dir: Path, locks: Locks | Non
 def _chat_body(roles: Sequence[PlannedRole]) -> str:
     """A request of OpenAI's API."""
     named = next(({"model": role.model} for role in roles if role.model), {})
-    return json.dumps({**named, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    return json.dumps(
+        {**named, "temperature": 0, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    )
 
 
 def _program() -> str:

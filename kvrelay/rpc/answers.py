@@ -193,7 +193,7 @@ class _OpenStream:
                 self._answers.advance(convert_decode.answers_advanced_from_pb(message))
             self._over(lambda: UnavailableError("the decode node ended its stream before the answer was complete"))
         except grpc.aio.AioRpcError as broken:
-            self._over(partial(error_from_rpc, broken))
+            self._over(partial(_unavailable, broken))
         except KVRelayError as senseless:
             self._over(partial(UnavailableError, f"the decode node sent what it never may: {senseless.message}"))
         except Exception:
@@ -218,3 +218,11 @@ class _OpenStream:
         self._writing.cancel()
         self._call.cancel()
         self._answers.fail(error)
+
+
+def _unavailable(broken: grpc.aio.AioRpcError) -> UnavailableError:
+    """A stream never breaks by an answer's own fault, so each may be computed elsewhere."""
+    error = error_from_rpc(broken)
+    if isinstance(error, UnavailableError):
+        return error
+    return UnavailableError(f"the decode node broke its stream off: {error.message}")

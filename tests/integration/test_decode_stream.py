@@ -253,6 +253,23 @@ async def test_a_message_that_makes_no_sense_breaks_the_stream_and_not_the_reque
             await read_all(DecodeClient(channel).decode(ReservationId("res-1")))
 
 
+@pytest.mark.parametrize("error", [InvalidRequestError("handle 1 is in use"), ValueError("a fault of the node's")])
+async def test_a_stream_that_the_node_breaks_off_breaks_no_request(error: Exception) -> None:
+    """Whatever the node could not take, it was one message's fault and not that of each answer beside it."""
+
+    class Refusing(decode_pb2_grpc.DecodeServicer):
+        async def Decode(self, requests: object, context: object) -> AsyncIterator[decode_pb2.DecodeReply]:
+            yield decode_pb2.DecodeReply(handles=[1], token_ids=[5])
+            raise error
+
+    async with connected(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(Refusing(), server)) as channel:
+        client = DecodeClient(channel)
+        answers = [client.decode(ReservationId(name)) for name in ("res-1", "res-2")]
+        for answer in answers:
+            with pytest.raises(UnavailableError, match=r"^the decode node broke its stream off: "):
+                await read_all(answer)
+
+
 @pytest.mark.parametrize("error", [InvalidRequestError("no more"), ValueError("a fault of ours")])
 async def test_what_goes_wrong_with_the_tokens_of_one_answer_is_raised_there(error: Exception) -> None:
     async with decode_node() as harness:

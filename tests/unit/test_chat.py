@@ -18,6 +18,11 @@ from tests.support.fake_nodes import ANSWER_TEXT
 SYSTEM = "0123456789" * 8  # so long that a prompt is no tail
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 async def talk(cluster: Ends, turns: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(turns))
     return await asyncio.to_thread(chat.main, ["--address", cluster.address, "--system", SYSTEM, *flags])
@@ -54,6 +59,15 @@ async def test_each_turn_brings_what_was_said_before(
         assert rendered(cluster, 1).count(ANSWER_TEXT) == 1
         assert "first" in rendered(cluster, 1)
         assert "first" not in rendered(cluster, 2)
+
+
+async def test_who_sits_at_a_terminal_is_told_how_to_leave(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("/exit\n"))
+    async with ends() as cluster:
+        assert await asyncio.to_thread(chat.main, ["--address", cluster.address]) == 0
+    assert capsys.readouterr().out == "/clear begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer\n> "
 
 
 async def test_json_is_one_object_a_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

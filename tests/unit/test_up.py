@@ -161,6 +161,7 @@ def test_the_cores_are_shared_by_the_nodes_of_all_models(monkeypatch: pytest.Mon
 def test_the_calls_to_try_name_one_of_several_models() -> None:
     banner = up._how_to_use(several_models(), Path("/d"))
     assert banner.count(" --model small ") == 2
+    assert '/v1/chat/completions -d \'{"model": "small", "temperature": 0, "messages": [' in banner
     assert "decode-node-2   127.0.0.1:7421        metrics http://127.0.0.1:7521/metrics  large\n" in banner
 
 
