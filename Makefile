@@ -15,7 +15,7 @@ KERNEL_TESTS := tests/unit/model/test_attention_triton.py tests/unit/model/test_
 .PHONY: docs bench bench-engine bench-handoff bench-store bench-sim bench-coordinator bench-peers bench-gpu clean
 
 help:  ## show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 19
 
 venv: $(INSTALLED)  ## install the project and its tools into .venv
 
