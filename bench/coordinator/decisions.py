@@ -23,6 +23,7 @@ from bench.engine.table import percentile
 from bench.handoff.samples import Bar, Samples
 from coordinator.answer import Answer
 from coordinator.config import CoordinatorConfig
+from coordinator.identity import ANYONE
 from coordinator.lifetime import Lifetime
 from coordinator.main import Coordinator
 from coordinator.placement import Limits, Placer
@@ -36,8 +37,8 @@ from kvrelay.messages import (
     PrefillFinished,
     PrefillStarted,
     ReservationGranted,
-    TokensDecoded,
 )
+from kvrelay.rpc.answers import AnswerEvents
 from kvrelay.sampling import GeneratedToken, SamplingParams
 from kvrelay.types import BlockCounts, CachedTokens, FinishReason, InstanceId, RequestId, ReservationId, Role
 
@@ -92,7 +93,7 @@ async def _measure(setting: Setting, num_nodes: int, seed: int) -> dict[str, lis
     for number in range(num_warm_up + setting.effort.num_decisions):
         prompt = TokenPrompt((*draw.choice(prefixes), *_token_ids(draw, PROMPT_TOKENS - PREFIX_TOKENS)))
         began = time.thread_time()
-        running = await app.door.accept(GenerateRequest(prompt, sampling), Tenant())
+        running = await app.door.accept(GenerateRequest(prompt, sampling), ANYONE)
         events = [event async for event in running.events()]
         if not isinstance(events[-1], RequestFinished):
             raise WorkerFailedError(f"a request did not finish: {events[-1]}")
@@ -125,7 +126,7 @@ class InstantNodes:
 
     asked_at = 0.0
 
-    async def reserve(self, address: str, *request: object) -> ReservationGranted:
+    async def reserve(self, address: str, *request: object, **more: object) -> ReservationGranted:
         self.asked_at = time.thread_time()
         return ReservationGranted(ReservationId("r"), InstanceId(address), 0, 10.0)
 
@@ -152,9 +153,11 @@ class _PrefillClient:
 
 
 class _DecodeClient:
-    def decode(self, *request: object, timeout_s: float) -> AbstractAsyncContextManager[AsyncIterator[object]]:
-        tokens = (GeneratedToken(FIRST_ID),) * ANSWER_TOKENS
-        return _replies(TokensDecoded(tokens), DecodeFinished(FinishReason.LENGTH))
+    def decode(self, *request: object, timeout_s: float) -> AnswerEvents:
+        events = AnswerEvents()
+        events.take((GeneratedToken(FIRST_ID),) * ANSWER_TOKENS)
+        events.end(DecodeFinished(FinishReason.LENGTH))
+        return events
 
 
 @asynccontextmanager

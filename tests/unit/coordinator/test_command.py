@@ -40,4 +40,4 @@ def test_the_environments_own_choice_wins(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["GRPC_EXPERIMENTS"] == ""
     monkeypatch.delenv("GRPC_EXPERIMENTS")
     command.choose_io()
-    assert os.environ["GRPC_EXPERIMENTS"] == "-event_engine_client,-event_engine_listener"
+    assert os.environ["GRPC_EXPERIMENTS"] == "-event_engine_client"
