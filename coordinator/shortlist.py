@@ -20,7 +20,7 @@ from coordinator.work import Work
 T = TypeVar("T")
 
 NUM_BEST = 8
-NUM_CLOSE = 2  # times as many prefill nodes are looked at closely
+TIMES_NEAR = 2  # as many prefill nodes are looked at closely
 
 # Added to the cost of what shall come after all others. Of two kinds together the greater one decides.
 BUSY_S = 1e6  # no slot, no room
@@ -50,7 +50,7 @@ def best_prefill(
     """By how long each takes for the prompt, its link longer than that for all of it if an answer follows, somebody
     waits there for that, and what is evicted for it took, the best first; `usual_s` is what a token takes a node that
     has not measured it. Of equals the least loaded."""
-    near = _near_prefill(members, work, usual_s, suspects, avoid, NUM_CLOSE * num_best)
+    near = _near_prefill(members, work, usual_s, suspects, avoid, TIMES_NEAR * num_best)
     costs_s = [_cost_s(member, work, usual_s) for member in near]
     return _least(near, costs_s, suspects, avoid, num_best)
 

@@ -197,6 +197,15 @@ def parser() -> argparse.ArgumentParser:
         "600; default 0",
     )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to ask for, up to 128; default 1")
+    _add_scheduling_arguments(parser)
+    parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
+    add_cache_arguments(parser)
+    _add_drawing_arguments(parser)
+    add_structured_arguments(parser)
+    return parser
+
+
+def _add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--priority",
         type=int,
@@ -215,8 +224,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--best-effort", action="store_true", help="run it also where that is out of reach, after your others"
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
-    add_cache_arguments(parser)
+
+
+def _add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     drawing = parser.add_argument_group("how tokens are drawn, and when the answer ends")
     for flag, kind, text in (
         ("--max-tokens", int, "tokens to generate at most"),
@@ -242,5 +252,3 @@ def parser() -> argparse.ArgumentParser:
     drawing.add_argument(
         "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to a token's logit; may be repeated"
     )
-    add_structured_arguments(parser)
-    return parser
